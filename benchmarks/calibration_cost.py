@@ -1,0 +1,147 @@
+"""What measuring costs beside the forward passes it needs, and that its memory does not grow.
+
+    python benchmarks/calibration_cost.py MODEL [--num-windows 16] [--window 512]
+
+Prints (wall time of select + fit) / (wall time of the bare base-model forwards: two passes over the
+windows, or one when the layers are given), both sides measured alternately in this run, and the
+peak memory above the loaded model for 8 and for 64 windows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import statistics
+import time
+
+import torch
+
+import ghostlayers as gl
+from ghostlayers.decoder import base_model
+from ghostlayers.loading import load_config, load_model, load_tokenizer, locate
+from ghostlayers.plan import format_layers
+
+
+def random_windows(vocabulary: int, num_windows: int, window: int) -> torch.Tensor:
+    """Draw token ids; what they say does not change what the arithmetic costs."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (num_windows, window), generator=generator)
+
+
+def bare_seconds(model: torch.nn.Module, windows: torch.Tensor, passes: int) -> float:
+    """Time the base model's forward, without head, over all windows."""
+    base = base_model(model)
+    started = time.perf_counter()
+    with torch.no_grad():
+        for _ in range(passes):
+            for ids in windows.split(1):
+                base(input_ids=ids, use_cache=False)
+    return time.perf_counter() - started
+
+
+def prune_seconds(model: torch.nn.Module, windows: torch.Tensor, **settings: object) -> float:
+    """Time select + fit (+ putting the pruned model together, which copies no weight)."""
+    started = time.perf_counter()
+    gl.prune(model, windows=windows, progress=False, **settings)
+    return time.perf_counter() - started
+
+
+def peak_megabytes(path: str, num_windows: int, window: int, queue: multiprocessing.Queue) -> None:
+    """In a process of its own: peak memory of a pruning run above the loaded model."""
+    model = load_model(locate(path))
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    warm_up = random_windows(vocabulary, 1, window)
+    bare_seconds(model, warm_up, 1)
+    reset_peak()
+    before = resident_megabytes()
+    gl.prune(
+        model,
+        windows=random_windows(vocabulary, num_windows, window),
+        num_remove=5,
+        select="streamline",
+        progress=False,
+    )
+    queue.put(peak_resident_megabytes() - before)
+
+
+def reset_peak() -> None:
+    """Make the kernel count the peak from now on (Linux)."""
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+
+
+def _status(field: str) -> float:
+    with open("/proc/self/status", encoding="ascii") as file:
+        for line in file:
+            if line.startswith(field):
+                return int(line.split()[1]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def resident_megabytes() -> float:
+    """Return the resident memory now."""
+    return _status("VmRSS:")
+
+
+def peak_resident_megabytes() -> float:
+    """Return the peak of the resident memory since `reset_peak`."""
+    return _status("VmHWM:")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--num-windows", type=int, default=16)
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--num-remove", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+
+    source = locate(args.model)
+    load_config(source)
+    load_tokenizer(source)
+    model = load_model(source)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    windows = random_windows(vocabulary, args.num_windows, args.window)
+    print(
+        f"{args.model}: {args.num_windows} windows of {args.window}, {torch.get_num_threads()} threads"
+    )
+    bare_seconds(model, windows[:1], 1)
+    depth = model.config.get_text_config().num_hidden_layers
+    given = format_layers(range(depth - 1 - args.num_remove, depth - 1))
+    cases = (
+        (
+            "select + fit (streamline, ghost)",
+            2,
+            {"num_remove": args.num_remove, "select": "streamline"},
+        ),
+        ("select + fit (lorp, ghost)", 2, {"num_remove": args.num_remove}),
+        (f"fit, layers given ({given})", 1, {"layers": given}),
+    )
+    for name, passes, settings in cases:
+        ratios = []
+        for _ in range(args.repeats):
+            ours = prune_seconds(model, windows, **settings)
+            bare = bare_seconds(model, windows, passes)
+            ratios.append(ours / bare)
+            print(f"  {name}: {ours:.2f} s / {bare:.2f} s = {ratios[-1]:.3f}")
+        print(f"{name}: ratio {statistics.median(ratios):.3f} (median of {args.repeats})")
+
+    context = multiprocessing.get_context("spawn")
+    peaks = {}
+    for num_windows in (8, 64):
+        queue = context.Queue()
+        process = context.Process(
+            target=peak_megabytes, args=(args.model, num_windows, args.window, queue)
+        )
+        process.start()
+        peaks[num_windows] = queue.get()
+        process.join()
+        print(f"peak memory above the model, {num_windows} windows: {peaks[num_windows]:.0f} MB")
+    print(f"memory ratio 64 / 8 windows: {peaks[64] / peaks[8]:.3f}")
+
+
+if __name__ == "__main__":
+    main()

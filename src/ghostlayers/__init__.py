@@ -1,0 +1,95 @@
+"""ghostlayers: make a large language model shallower without training, and keep it working.
+
+Importing this package imports no torch and changes nothing, except where transformers is already
+loaded or loaded later: the model type of checkpoints with operators is then made known to it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .registration import arrange_registration
+
+if TYPE_CHECKING:
+    from .analysis import Analysis, analyze
+    from .calibration import Windows, sampled_windows, text_windows
+    from .checkpoint import PrunedCheckpoint, load_pruned, save_pruned
+    from .config import PruneConfig
+    from .decoder import remove_layers_, share_tensors
+    from .errors import (
+        CalibrationError,
+        CheckpointError,
+        GhostlayersError,
+        PlanError,
+        UnsupportedModelError,
+    )
+    from .evaluation import PerplexityResult, perplexity
+    from .moments import BoundaryMoments, SplitMoments
+    from .operators import OperatorFit
+    from .pipeline import (
+        PruneResult,
+        attach_operators_,
+        collect_moments,
+        fit_operator,
+        measure_similarity,
+        prune,
+        select_layers,
+    )
+    from .plan import Boundary, PruningPlan
+    from .selectors import SelectionContext
+    from .similarity import Similarity
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "Analysis": "analysis",
+    "Boundary": "plan",
+    "BoundaryMoments": "moments",
+    "CalibrationError": "errors",
+    "CheckpointError": "errors",
+    "GhostlayersError": "errors",
+    "OperatorFit": "operators",
+    "PerplexityResult": "evaluation",
+    "PlanError": "errors",
+    "PruneConfig": "config",
+    "PruneResult": "pipeline",
+    "PrunedCheckpoint": "checkpoint",
+    "PruningPlan": "plan",
+    "SelectionContext": "selectors",
+    "Similarity": "similarity",
+    "SplitMoments": "moments",
+    "UnsupportedModelError": "errors",
+    "Windows": "calibration",
+    "analyze": "analysis",
+    "attach_operators_": "pipeline",
+    "collect_moments": "pipeline",
+    "fit_operator": "pipeline",
+    "load_pruned": "checkpoint",
+    "measure_similarity": "pipeline",
+    "perplexity": "evaluation",
+    "prune": "pipeline",
+    "remove_layers_": "decoder",
+    "sampled_windows": "calibration",
+    "save_pruned": "checkpoint",
+    "select_layers": "pipeline",
+    "share_tensors": "decoder",
+    "text_windows": "calibration",
+}
+
+__all__ = [*sorted(_EXPORTS), "__version__"]  # noqa: PLE0604
+
+
+arrange_registration()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

@@ -1,0 +1,129 @@
+"""What the dense model's similarities say, without changing anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .calibration import Windows
+from .config import PruneConfig
+from .decoder import check_causal
+from .errors import CalibrationError, PlanError
+from .pipeline import calibration_windows, measure_similarity, select_layers
+from .plan import removable_layers
+from .records import versions
+from .selectors import selector_names
+from .selectors.lorp import num_clusters_for
+from .similarity import Similarity
+from .sweep import batches_of
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Scores of the dense model and what each selector would remove.
+
+    Attributes:
+        similarity: S over all hidden states.
+        num_clusters: Clusters that `lorp` uses: by its policy, or as asked for.
+        selections: `{selector: {k: removed layers}}` for every budget that may be removed; a
+            budget for which a selector has no answer is left out.
+        windows: The calibration windows.
+    """
+
+    similarity: Similarity
+    num_clusters: int
+    selections: dict[str, dict[int, tuple[int, ...]]]
+    windows: Windows
+
+    @property
+    def locality(self) -> str:
+        """What RLS means: how far the similarity of representations reaches.
+
+        `localized` (RLS ≥ 1.0): only near layers are alike, few clusters. `distributed` (RLS
+        < 0.7): layers far apart are alike too, many clusters. `intermediate` in between.
+        """
+        rls = self.similarity.rls
+        return "localized" if rls >= 1.0 else "intermediate" if rls >= 0.7 else "distributed"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values under the documented keys."""
+        return {
+            "similarity": self.similarity.matrix,
+            "rls": self.similarity.rls,
+            "locality": self.locality,
+            "num_clusters": self.num_clusters,
+            "block_influence": self.similarity.block_influence,
+            "selections": self.selections,
+            "calibration": self.windows.record(),
+            "versions": versions(),
+        }
+
+
+def analyze(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    config: PruneConfig | None = None,
+    *,
+    windows: Windows | torch.Tensor | None = None,
+    progress: bool = True,
+    **settings: Any,
+) -> Analysis:
+    """Measure a dense model in one sweep and say what each selector would remove.
+
+    Args:
+        model: A causal LM; nothing is changed.
+        tokenizer: Its tokenizer; needed unless `windows` are given.
+        config: Settings; or give them as keyword arguments. The budget is not used.
+        windows: Calibration windows, (n, T) int64 ids.
+        progress: Show progress bars when standard error is a terminal.
+        **settings: Fields of `PruneConfig`.
+
+    Returns:
+        The analysis.
+
+    Raises:
+        UnsupportedModelError: If the model is no decoder-only LM.
+        CalibrationError: If there is no text, or a hidden state is not finite.
+    """
+    import torch
+
+    config = config or PruneConfig(**{"num_remove": 1, **settings})
+    check_causal(model)
+    if windows is None:
+        if tokenizer is None:
+            raise CalibrationError("`tokenizer` is None. Give the model's tokenizer or `windows`.")
+        windows = calibration_windows(model, tokenizer, config, progress=progress)
+    if isinstance(windows, torch.Tensor):
+        windows = Windows(windows, "windows given in", bos_per_window=False)
+    batches = batches_of(windows.ids, config.batch_size)
+    similarity = measure_similarity(model, batches, progress=progress)
+    allowed = removable_layers(
+        similarity.num_layers,
+        protect_first=config.protect_first,
+        protect_last=config.protect_last,
+    )
+    selections: dict[str, dict[int, tuple[int, ...]]] = {name: {} for name in selector_names()}
+    for name, budgets in selections.items():
+        for budget in range(1, len(allowed) + 1):
+            try:
+                plan = select_layers(
+                    similarity,
+                    selector=name,
+                    num_remove=budget,
+                    num_clusters=config.num_clusters,
+                    allowed=allowed,
+                    seed=config.seed,
+                )
+            except PlanError:
+                continue  # documented: this selector has no answer for this budget
+            budgets[budget] = plan.removed
+    return Analysis(
+        similarity=similarity,
+        num_clusters=config.num_clusters or num_clusters_for(similarity.rls),
+        selections=selections,
+        windows=windows,
+    )

@@ -1,0 +1,237 @@
+"""Text to token windows, by one rule that measuring and evaluating share.
+
+The whole text is tokenised once without special tokens and cut into consecutive windows from its
+start. A tokenizer that puts BOS in front of text by itself gets BOS in front of every window,
+followed by `window − 1` tokens of text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import trange
+
+from .decoder import decoder_layers, input_device, input_embeddings, text_config
+from .errors import CalibrationError
+from .sweep import capture, check_finite
+from .text_sources import read_text
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DEFAULT_WINDOW = 2048
+# Text is read until it has this many characters for each token wanted; more is read on demand.
+CHARACTERS_PER_TOKEN = 16
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Token windows and where they come from.
+
+    Attributes:
+        ids: (n, T) int64 token ids.
+        source: The text source as it was given.
+        bos_per_window: Whether each window starts with BOS.
+        requested: Number of windows asked for, or None for all there are.
+        details: What the source adds, such as a dataset's revision.
+    """
+
+    ids: Tensor
+    source: str
+    bos_per_window: bool
+    requested: int | None = None
+    details: dict[str, Any] | None = None
+
+    @property
+    def ids_sha256(self) -> str:
+        """SHA-256 of the (n, T) ids as little-endian int32, row-major."""
+        return hashlib.sha256(self.ids.cpu().numpy().astype("<i4").tobytes()).hexdigest()
+
+    def record(self) -> dict[str, Any]:
+        """Return what a result must say about its windows, as JSON values."""
+        return {
+            "source": self.source,
+            "windows": self.ids.shape[0],
+            "window": self.ids.shape[1],
+            "bos_per_window": self.bos_per_window,
+            "tokens": self.ids.numel(),
+            "requested_windows": self.requested,
+            "ids_sha256": self.ids_sha256,
+            **(self.details or {}),
+        }
+
+
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Say whether a tokenizer puts BOS in front of text by itself; decided from the ids."""
+    ids = tokenizer("a").input_ids
+    return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]
+
+
+def max_window(config: Any) -> int | None:
+    """Return the longest window a model allows, or None if its config names none."""
+    limit = getattr(text_config(config), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def resolve_window(window: int | None, config: Any) -> int:
+    """Choose the window length and check it against the model.
+
+    Raises:
+        CalibrationError: If the window is longer than the model allows.
+    """
+    limit = max_window(config)
+    if window is None:
+        return min(DEFAULT_WINDOW, limit or DEFAULT_WINDOW)
+    if limit is not None and window > limit:
+        raise CalibrationError(
+            f"`window` is {window} tokens, but the model allows {limit} "
+            "(max_position_embeddings). Lower `window`."
+        )
+    return window
+
+
+def text_windows(
+    tokenizer: PreTrainedTokenizerBase,
+    source: str,
+    *,
+    num_windows: int | None,
+    window: int,
+    evaluation: bool = False,
+) -> Windows:
+    """Cut text into consecutive token windows.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        source: A text source; see `text_sources.read_text`.
+        num_windows: Windows wanted; None takes every full window.
+        window: Tokens per window, BOS included.
+        evaluation: Take the evaluation split of a short name such as `c4`.
+
+    Returns:
+        The windows. Fewer than asked for give a warning that says how many there are.
+
+    Raises:
+        CalibrationError: If the text is missing, empty, or shorter than one window.
+    """
+    bos = adds_bos(tokenizer)
+    stride = window - bos
+    budget = None if num_windows is None else num_windows * window * CHARACTERS_PER_TOKEN
+    while True:
+        text, complete, details = read_text(source, max_characters=budget, evaluation=evaluation)
+        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        # The end of cut text may tokenise differently, so a margin of one window is asked for.
+        if complete or num_windows is None or len(ids) >= (num_windows + 1) * stride:
+            break
+        budget = None if budget is None else budget * 4
+    available = len(ids) // stride
+    if available == 0:
+        raise CalibrationError(
+            f"the text of {source!r} has {len(ids)} tokens, fewer than one window of {window}. "
+            "Give more text or a shorter `window`."
+        )
+    count = available if num_windows is None else min(num_windows, available)
+    if num_windows is not None and available < num_windows:
+        warnings.warn(
+            f"{source}: {num_windows} windows of {window} tokens asked for, the text has "
+            f"{available}; using {available}.",
+            stacklevel=2,
+        )
+    tokens = torch.tensor(ids[: count * stride], dtype=torch.int64).reshape(count, stride)
+    if bos:
+        start = torch.full((count, 1), int(tokenizer.bos_token_id), dtype=torch.int64)
+        tokens = torch.cat([start, tokens], dim=1)
+    return Windows(tokens, source, bos, requested=num_windows, details=details)
+
+
+def sampled_windows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_windows: int,
+    window: int,
+    seed: int = 0,
+    batch_size: int = 16,
+    progress: bool = True,
+) -> Windows:
+    """Let the model write its own calibration text: the source `self`.
+
+    Each window is sampled at temperature 1 over the whole vocabulary, from BOS (or from a random
+    token where the tokenizer adds no BOS), never ended by EOS. One seed gives the same windows on
+    one machine; the global random state is left as it was.
+
+    Args:
+        model: The dense model.
+        tokenizer: Its tokenizer, for the BOS rule.
+        num_windows: Windows wanted.
+        window: Tokens per window.
+        seed: Seed of the sampler.
+        batch_size: Windows sampled at once.
+        progress: Show a progress bar when standard error is a terminal.
+
+    Returns:
+        Exactly the windows asked for.
+
+    Raises:
+        CalibrationError: If a hidden state is not finite; the layer and the dtype are named.
+    """
+    from transformers import GenerationConfig
+
+    eos = model.generation_config.eos_token_id  # type: ignore[union-attr]
+    settings = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        min_new_tokens=window - 1,
+        max_new_tokens=window - 1,
+        eos_token_id=eos,
+        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+    )
+    bar = {"desc": "sampling", "disable": None if progress else True}
+    layers, rows = decoder_layers(model), []
+    with (
+        _generating(model, settings, seed),
+        capture(layers, range(len(layers) + 1), check_finite),
+    ):
+        for first in trange(0, num_windows, batch_size, **bar):
+            prompt = _prompts(model, tokenizer, min(batch_size, num_windows - first))
+            mask = torch.ones_like(prompt)
+            rows.append(model.generate(input_ids=prompt, attention_mask=mask).cpu())  # type: ignore[operator]
+    ids = torch.cat(rows)
+    details = {"sampler_seed": seed}
+    return Windows(ids, "self", adds_bos(tokenizer), requested=num_windows, details=details)
+
+
+@contextmanager
+def _generating(model: PreTrainedModel, settings: GenerationConfig, seed: int) -> Iterator[None]:
+    """Generate by these settings alone; the model and the global random state stay as they were."""
+    device, training = input_device(model), model.training
+    own = model.generation_config
+    model.generation_config = settings  # those passed to `generate` are merged with the model's
+    model.eval()
+    try:
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            torch.manual_seed(seed)
+            yield
+    finally:
+        model.generation_config = own
+        model.train(training)
+
+
+def _prompts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int) -> Tensor:
+    """Return (count, 1) first tokens: BOS, or drawn from the ordinary tokens."""
+    if adds_bos(tokenizer):
+        prompts = torch.full((count, 1), int(tokenizer.bos_token_id))
+    else:
+        special, size = set(tokenizer.all_special_ids), len(input_embeddings(model))
+        ordinary = [i for i in range(min(len(tokenizer), size)) if i not in special]
+        prompts = torch.tensor(ordinary)[torch.randint(len(ordinary), (count, 1))]
+    return prompts.to(input_device(model))

@@ -1,0 +1,209 @@
+"""Write and read pruned checkpoints.
+
+Weights are copied tensor by tensor from the source's safetensors files where there are any, so that
+what stays is bit-identical and the model is never needed whole. The folder appears under its final
+name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import modeling_ghostlayers
+from .errors import CheckpointError
+from .loading import ModelSource, load_model, load_tokenizer, locate
+from .model_card import model_card
+from .records import RECORD_FILE, read_record, write_json
+from .tensor_copy import TensorCopy, plan_copy, write_shards
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .pipeline import PruneResult
+
+MAX_SHARD_BYTES = 2 * 10**9
+
+
+@dataclass(frozen=True)
+class PrunedCheckpoint:
+    """A pruned checkpoint, loaded.
+
+    Attributes:
+        model: The model with its operators, in evaluation mode.
+        tokenizer: Its tokenizer, or None if the folder has none.
+        record: Content of `ghostlayers.json`.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    record: dict[str, Any]
+
+
+def check_output(
+    out: str | Path, *, force: bool = False, source: ModelSource | None = None
+) -> Path:
+    """Check an output folder before any work is done.
+
+    Raises:
+        CheckpointError: If it exists and `force` is not given, if replacing it would delete the
+            source or the working directory, or if its parent cannot be written.
+    """
+    path = Path(out).expanduser()
+    if path.exists() and not force:
+        raise CheckpointError(f"output {str(path)!r} exists. Choose another name or pass --force.")
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"output {str(path)!r} is a file. Choose a folder name.")
+    inside = [Path.cwd()] if source is None else [Path.cwd(), source.folder.resolve()]
+    if any(folder.is_relative_to(path.resolve()) for folder in inside):
+        raise CheckpointError(
+            f"output {str(path)!r} holds the model or the working directory: --force would delete "
+            "it. Choose another folder."
+        )
+    parent = path.resolve().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise CheckpointError(f"output {str(path)!r}: {parent} cannot be written.")
+    return path
+
+
+@contextmanager
+def complete_folder(out: Path, *, force: bool) -> Iterator[Path]:
+    """Yield a temporary folder beside `out` and rename it to `out` when the block succeeds."""
+    check_output(out, force=force)
+    out = out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = out.parent / f".{out.name}.incomplete-{os.getpid()}"
+    folder.mkdir()
+    try:
+        yield folder
+        umask = os.umask(0)
+        os.umask(umask)
+        for path in folder.rglob("*"):
+            if path.is_file():
+                path.chmod(0o666 & ~umask)
+        if out.exists():
+            old = out.parent / f".{out.name}.replaced-{os.getpid()}"
+            out.rename(old)
+            try:
+                folder.rename(out)
+            except OSError:
+                old.rename(out)
+                raise
+            shutil.rmtree(old)
+        else:
+            folder.rename(out)
+    except OSError as error:
+        raise CheckpointError(f"output {str(out)!r} cannot be written ({error}).") from error
+    finally:
+        if folder.exists():
+            shutil.rmtree(folder)
+
+
+def save_pruned(
+    result: PruneResult,
+    out: str | Path,
+    *,
+    source: ModelSource | None = None,
+    dtype: str = "auto",
+    force: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Write a pruned model as a checkpoint folder.
+
+    Without operators it is a stock checkpoint. With operators it carries `modeling_ghostlayers.py`
+    and a model type of its own, so that no loader can drop them silently.
+
+    Args:
+        result: From `prune`.
+        out: Folder to write.
+        source: Where the dense weights lie; they are then copied file to file. None writes the
+            tensors of the model in memory.
+        dtype: `auto` copies tensors as they are stored; else floating-point tensors are cast.
+        force: Replace an existing folder.
+        max_shard_bytes: Largest size of one weight file.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: If the folder exists without `force`, or the disk is too small.
+    """
+    path = check_output(out, force=force, source=source)
+    tensors = plan_copy(result, source, dtype) if source is not None else None
+    with complete_folder(path, force=force) as folder:
+        _check_space(folder, result.model)
+        if tensors is None:
+            _save_from_memory(result.model, folder, max_shard_bytes)
+        else:
+            _save_from_files(result.model, tensors, folder, max_shard_bytes)
+        if result.tokenizer is not None:
+            result.tokenizer.save_pretrained(folder)
+        record = {
+            **result.record,
+            "source": None
+            if source is None
+            else {"model": source.name, "gguf": source.gguf, "revision": source.revision},
+            "dtype": str(result.model.dtype).removeprefix("torch."),
+        }
+        write_json(folder / RECORD_FILE, record)
+        (folder / "README.md").write_text(model_card(record), encoding="utf-8")
+    return path
+
+
+def load_pruned(path: str | Path, *, dtype: str = "auto", device: str = "auto") -> PrunedCheckpoint:
+    """Load a checkpoint that `save_pruned` wrote; every tensor must be in its place.
+
+    Args:
+        path: The folder.
+        dtype: `auto` keeps the stored dtype.
+        device: `auto` takes CUDA if there is one.
+
+    Returns:
+        The model, its tokenizer and its record.
+
+    Raises:
+        CheckpointError: If it is no such checkpoint, or a tensor is missing, unexpected or of
+            another shape, those of the operators included.
+    """
+    folder = Path(path).expanduser()
+    source = locate(str(folder))
+    record = read_record(folder)
+    model = load_model(source, dtype=dtype, device=device)
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    return PrunedCheckpoint(model, load_tokenizer(source) if has_tokenizer else None, record)
+
+
+def _check_space(folder: Path, model: PreTrainedModel) -> None:
+    need = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise CheckpointError(
+            f"the checkpoint needs {need / 1e9:.1f} GB, {folder.parent} has {free / 1e9:.1f} GB "
+            "free. Free some space or choose another folder."
+        )
+
+
+def _save_from_memory(model: PreTrainedModel, folder: Path, max_shard_bytes: int) -> None:
+    model.save_pretrained(folder, max_shard_size=max_shard_bytes)
+
+
+def _save_from_files(
+    model: PreTrainedModel, tensors: list[TensorCopy], folder: Path, max_shard_bytes: int
+) -> None:
+    write_shards(tensors, folder, max_shard_bytes)
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    if config.model_type == modeling_ghostlayers.MODEL_TYPE:
+        shutil.copyfile(modeling_ghostlayers.__file__, folder / "modeling_ghostlayers.py")
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is not None:
+        generation_config.save_pretrained(folder)

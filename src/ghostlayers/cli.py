@@ -1,0 +1,170 @@
+"""The command line: `ghostlayers analyze | prune | eval | info`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from . import __version__
+from .config import PruneConfig
+from .errors import GhostlayersError
+
+VERBS = {
+    "analyze": "measure a model and say what each selector would remove; changes nothing",
+    "prune": "remove layers, repair the model, write a checkpoint",
+    "eval": "perplexity of one or more models in one table",
+    "info": "say what was removed from a checkpoint and how it was repaired",
+}
+EXAMPLES = """examples:
+  ghostlayers analyze org/model --calibration c4
+  ghostlayers prune org/model -o pruned --num-remove 7 --calibration c4
+  ghostlayers prune ./model.gguf -o pruned --layers 12-18,21 --calibration notes.txt
+  ghostlayers eval org/model pruned --perplexity wikitext2
+  ghostlayers info pruned
+"""
+ANALYZE_FIELDS = (
+    "num_clusters",
+    "protect_first",
+    "protect_last",
+    "calibration",
+    "num_windows",
+    "window",
+    "batch_size",
+    "dtype",
+    "device",
+    "seed",
+)
+NUMBERS = {"int": int, "int | None": int, "float": float, "float | None": float}
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"ghostlayers: error: {message}. See: {self.prog} --help\n")
+
+
+def _add_config_flags(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
+    for item in fields(PruneConfig):
+        if names is not None and item.name not in names:
+            continue
+        text = item.metadata["help"]
+        if "choices" in item.metadata:
+            text += f": {', '.join(item.metadata['choices']())}"
+        if item.default is not None:
+            text += f" (default: {item.default})"
+        parser.add_argument(
+            f"--{item.name.replace('_', '-')}",
+            type=NUMBERS.get(str(item.type), str),
+            default=argparse.SUPPRESS,
+            help=text.replace("%", "%%"),
+        )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of all verbs; imports no torch."""
+    parser = _Parser(
+        prog="ghostlayers",
+        description="Make a large language model shallower without training, and keep it working.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ghostlayers {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
+    added = {}
+    for verb, text in VERBS.items():
+        sub = verbs.add_parser(verb, help=text, description=text[0].upper() + text[1:] + ".")
+        sub.add_argument(
+            "--json",
+            metavar="FILE",
+            help="write the result as JSON ('-': stdout, and tables go to stderr)",
+        )
+        sub.add_argument("--debug", action="store_true", help="show tracebacks")
+        added[verb] = sub
+
+    model_help = "Hub id, local checkpoint folder, or .gguf file"
+    added["analyze"].add_argument("model", metavar="MODEL", help=model_help)
+    _add_config_flags(added["analyze"], ANALYZE_FIELDS)
+
+    added["prune"].add_argument("model", metavar="MODEL", help=model_help)
+    added["prune"].add_argument("-o", "--out", required=True, metavar="OUT", help="folder to write")
+    _add_config_flags(added["prune"])
+    added["prune"].add_argument("--force", action="store_true", help="replace OUT if it exists")
+    added["prune"].add_argument(
+        "--dry-run", action="store_true", help="check and print the settings; load no weights"
+    )
+
+    added["eval"].add_argument("paths", nargs="+", metavar="PATH", help=model_help)
+    added["eval"].add_argument(
+        "--perplexity",
+        default="wikitext2",
+        metavar="SRC",
+        help="text to score; sources as for --calibration of prune (default: wikitext2)",
+    )
+    added["eval"].add_argument(
+        "--window", type=int, help="tokens per window (default: 2048, or ...)"
+    )
+    added["eval"].add_argument("--num-windows", type=int, help="windows scored (default: all)")
+    _add_config_flags(added["eval"], ("batch_size", "dtype", "device"))
+
+    added["info"].add_argument("path", metavar="PATH", help="a checkpoint written by prune")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments; None takes those of the process.
+
+    Returns:
+        Exit status: 0, or 2 for an error that the user can mend.
+    """
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    args = build_parser().parse_args(argv)
+    warnings.simplefilter("default" if args.debug else "ignore")
+    try:
+        return _run(args)
+    except GhostlayersError as error:
+        if args.debug:
+            raise
+        print(f"ghostlayers: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    from . import commands
+
+    settings: dict[str, Any] = {
+        item.name: getattr(args, item.name)
+        for item in fields(PruneConfig)
+        if hasattr(args, item.name)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", module=r"ghostlayers(\..*)?")
+        warnings.showwarning = _show_warning
+        run = {
+            "analyze": commands.run_analyze,
+            "prune": commands.run_prune,
+            "eval": commands.run_eval,
+            "info": commands.run_info,
+        }[args.verb]
+        with redirect_stdout(sys.stderr if args.json == "-" else sys.stdout):
+            result = run(args, settings)
+        commands.write_result(args.json, result)
+    return 0
+
+
+def _show_warning(message: Warning | str, *_args: Any, **_keywords: Any) -> None:
+    print(f"ghostlayers: warning: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

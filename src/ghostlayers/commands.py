@@ -1,0 +1,274 @@
+"""What each verb of the command line does. Tables go to stdout, everything else to stderr.
+
+Each returns the JSON value of `--json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .config import PruneConfig
+from .errors import CalibrationError, CheckpointError, GhostlayersError
+from .records import plain, read_record, versions, write_json
+from .tables import bar, boundary_table, render_table
+from .text_sources import check_source
+
+
+def write_result(target: str | None, value: dict[str, Any]) -> None:
+    """Write a verb's result as JSON to a file, or to stdout for `-`."""
+    if target == "-":
+        print(json.dumps(plain(value), indent=2))
+    elif target is not None:
+        write_json(Path(target), value)
+
+
+def _check_json_target(target: str | None) -> None:
+    if target in (None, "-"):
+        return
+    path = Path(str(target)).resolve()
+    if not path.parent.is_dir():
+        raise CheckpointError(f"--json {target!r}: its folder does not exist.")
+    if path.is_dir():
+        raise CheckpointError(f"--json {target!r} is a folder. Give a file name.")
+
+
+def _quiet_transformers() -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
+def _check_calibration(config: PruneConfig) -> None:
+    if config.calibration != "self":
+        check_source(config.calibration)
+
+
+def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    """Measure a model and print what each selector would remove."""
+    config = PruneConfig(num_remove=1, **settings)
+    _check_calibration(config)
+    _check_json_target(args.json)
+    _quiet_transformers()
+    from .analysis import analyze
+    from .calibration import resolve_window
+    from .decoder import num_decoder_layers
+    from .loading import load_config, load_model, load_tokenizer, locate
+
+    source = locate(args.model)
+    model_config = load_config(source)
+    num_decoder_layers(model_config)
+    resolve_window(config.window, model_config)
+    tokenizer = load_tokenizer(source)
+    model = load_model(source, dtype=config.dtype, device=config.device)
+    analysis = analyze(model, tokenizer, config)
+    similarity, windows = analysis.similarity, analysis.windows.record()
+    print(
+        f"{args.model}: {similarity.num_layers} decoder layers, {windows['windows']} windows of "
+        f"{windows['window']} tokens of {windows['source']}\n"
+        f"RLS {similarity.rls:.4f}: similarity is {analysis.locality}, lorp uses "
+        f"{analysis.num_clusters} clusters\n"
+    )
+    influence = similarity.block_influence
+    top = max(float(influence.max()), 1e-12)
+    rows = [[str(i), f"{float(v):.4f}", bar(float(v) / top)] for i, v in enumerate(influence)]
+    print(render_table(["layer", "block influence", ""], rows))
+    from .plan import format_layers
+
+    names = list(analysis.selections)
+    budgets = sorted({budget for by_budget in analysis.selections.values() for budget in by_budget})
+    rows = [
+        [str(k), *(format_layers(analysis.selections[name].get(k, ())) or "-" for name in names)]
+        for k in budgets
+    ]
+    print("\n" + render_table(["remove", *names], rows))
+    return {"model": args.model, **analysis.to_dict()}
+
+
+def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    """Prune a model and write the checkpoint."""
+    config = PruneConfig(**settings)
+    _check_calibration(config)
+    _check_json_target(args.json)
+    from .checkpoint import check_output, save_pruned
+
+    out = check_output(args.out, force=args.force)
+    _quiet_transformers()
+    from .calibration import resolve_window
+    from .decoder import num_decoder_layers, pruned_config
+    from .loading import GHOST_MODEL_TYPE, load_config, load_model, load_tokenizer, locate
+    from .model_card import load_snippet
+    from .operators import NO_OPERATOR
+    from .pipeline import prune, resolve_plan
+    from .plan import format_layers
+
+    source = locate(args.model)
+    check_output(out, force=args.force, source=source)
+    model_config = load_config(source)
+    if model_config.model_type == GHOST_MODEL_TYPE:
+        raise CheckpointError(
+            f"MODEL {args.model!r} has operators already. Prune the dense model it was made from."
+        )
+    plan = resolve_plan(config, num_decoder_layers(model_config))
+    if plan is not None:
+        pruned_config(model_config, plan)
+    window = resolve_window(config.window, model_config)
+    if args.dry_run:
+        num_remove = config.num_remove if plan is None else len(plan.removed)
+        return _dry_run(config, model_config, window, num_remove)
+    tokenizer = load_tokenizer(source)
+    model = load_model(source, dtype=config.dtype, device=config.device)
+    result = prune(model, tokenizer, config)
+    for line in result.warnings:
+        print(f"ghostlayers: warning: {line}", file=sys.stderr)
+    save_pruned(result, out, source=source, dtype=config.dtype, force=args.force)
+    record = read_record(out)
+    print(
+        f"removed {len(result.plan.removed)} of {result.plan.num_layers} layers "
+        f"({record['selector']}): {format_layers(result.plan.removed)}"
+    )
+    if config.recover != NO_OPERATOR:
+        print(boundary_table(record["boundaries"]))
+    print(f"\nwritten to {out}. Load it:\n")
+    print(load_snippet(str(out), has_operators=config.recover != NO_OPERATOR))
+    return {"out": str(out), **record}
+
+
+def _dry_run(
+    config: PruneConfig, model_config: Any, window: int, num_remove: int | None
+) -> dict[str, Any]:
+    from .decoder import num_decoder_layers, text_config
+    from .operators import NO_OPERATOR
+
+    depth, size = num_decoder_layers(model_config), text_config(model_config).hidden_size
+    moments = 0 if config.recover == NO_OPERATOR else 4 * size * size * 8
+    rows = [[name, str(value)] for name, value in config.to_dict().items()]
+    rows += [
+        ["window (resolved)", str(window)],
+        ["decoder layers", str(depth)],
+        ["hidden size", str(size)],
+        ["calibration tokens", str(config.num_windows * window)],
+        ["moments per boundary", f"{moments / 1e6:.1f} MB (float64)"],
+    ]
+    print(render_table(["setting", "value"], rows))
+    print("\ndry run: nothing was loaded or written")
+    return {
+        "config": config.to_dict(),
+        "window": window,
+        "num_layers": depth,
+        "num_remove": num_remove,
+        "moments_bytes_per_boundary": moments,
+        "versions": versions(),
+    }
+
+
+def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    """Measure perplexity of several models on the same text."""
+    check_source(args.perplexity)
+    _check_json_target(args.json)
+    for name in ("window", "num_windows"):
+        value, least = getattr(args, name), 2 if name == "window" else 1
+        if value is not None and value < least:
+            raise CalibrationError(f"`{name}` is {value}. Allowed: {least} or more.")
+    own = {name: settings[name] for name in ("batch_size", "dtype", "device") if name in settings}
+    config = PruneConfig(num_remove=1, **own)
+    _quiet_transformers()
+    from .calibration import resolve_window
+    from .loading import load_config, locate
+
+    sources = [locate(path) for path in args.paths]
+    window = min(resolve_window(args.window, load_config(source)) for source in sources)
+    results = [_evaluate(source, args, config, window) for source in sources]
+    for result in results:
+        result["ratio"] = result["perplexity"] / results[0]["perplexity"]
+        if result["ids_sha256"] != results[0]["ids_sha256"]:
+            print(
+                f"ghostlayers: warning: {result['path']} scored other token ids than "
+                f"{results[0]['path']}: the two perplexities are not comparable",
+                file=sys.stderr,
+            )
+    _print_eval(results)
+    return {"results": results, "versions": versions()}
+
+
+def _evaluate(
+    source: Any, args: argparse.Namespace, config: PruneConfig, window: int
+) -> dict[str, Any]:
+    from .calibration import text_windows
+    from .decoder import check_causal
+    from .evaluation import perplexity
+    from .loading import load_model, load_tokenizer
+
+    windows = text_windows(
+        load_tokenizer(source),
+        args.perplexity,
+        num_windows=args.num_windows,
+        window=window,
+        evaluation=True,
+    )
+    model = load_model(source, dtype=config.dtype, device=config.device)
+    check_causal(model)
+    result = perplexity(model, windows, batch_size=config.batch_size).to_dict()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"path": source.name, **result, "parameters": parameters}
+
+
+def _print_eval(results: Sequence[dict[str, Any]]) -> None:
+    rows = [
+        [
+            result["path"],
+            f"{result['parameters'] / 1e6:.1f} M",
+            f"{result['perplexity']:.4f}",
+            f"{result['ratio']:.4f}",
+            result["dtype"],
+        ]
+        for result in results
+    ]
+    print(render_table(["model", "parameters", "perplexity", "ratio", "dtype"], rows))
+    first = results[0]
+    print(
+        f"\n{first['source']}: {first['windows']} windows of {first['window']} tokens, "
+        f"{'BOS in front of each' if first['bos_per_window'] else 'no BOS'}, {first['tokens']} "
+        f"tokens scored, ids sha256 {first['ids_sha256'][:12]}"
+    )
+
+
+def run_info(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str, Any]:
+    """Print the record of a pruned checkpoint."""
+    folder = Path(args.path).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"PATH {args.path!r} is no folder. Give a checkpoint.")
+    _check_json_target(args.json)
+    record = read_record(folder)
+    from .plan import format_layers
+
+    calibration = record.get("calibration") or {}
+    source = record.get("source") or {}
+    rows = [
+        ["source", str(source.get("model"))],
+        ["removed", f"{format_layers(record['removed'])} of {record['num_layers']} layers"],
+        ["kept", format_layers(record["kept"])],
+        ["selector", record["selector"]],
+        ["recovery", record["recover"]],
+        ["dtype", str(record.get("dtype"))],
+        ["calibration", str(calibration.get("source"))],
+        ["calibration tokens", str(calibration.get("tokens"))],
+        ["calibration ids sha256", str(calibration.get("ids_sha256"))],
+        ["seed", str(record["seed"])],
+        ["versions", ", ".join(f"{name} {v}" for name, v in record["versions"].items())],
+    ]
+    print(render_table(["", ""], rows))
+    layers = [[str(new), str(old)] for new, old in enumerate(record["kept"])]
+    print("\n" + render_table(["layer", "was layer"], layers))
+    if record["recover"] != "none":
+        print("\n" + boundary_table(record["boundaries"]))
+    return record
+
+
+__all__ = ["GhostlayersError", "run_analyze", "run_eval", "run_info", "run_prune", "write_result"]

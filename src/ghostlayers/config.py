@@ -1,0 +1,89 @@
+"""`PruneConfig`: the one source of defaults for the API, the command line and its help."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from .errors import GhostlayersError, unknown_name
+from .operators import operator_names
+from .selectors import selector_names
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def _option(default: Any, help_text: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help_text, **metadata})
+
+
+@dataclass(frozen=True)
+class PruneConfig:
+    """Settings of one pruning run.
+
+    Exactly one of `num_remove` and `layers` decides what goes. Every field is also a command-line
+    flag of `ghostlayers prune` (underscores become dashes) and is stored in the checkpoint.
+
+    Raises:
+        GhostlayersError: At construction, with every fault in one message.
+    """
+
+    num_remove: int | None = _option(None, "number of layers to remove")
+    layers: str | None = _option(
+        None, "remove exactly these layers, e.g. 12-18,21 (0-based, both ends included)"
+    )
+    select: str = _option("lorp", "which layers go", choices=selector_names)
+    recover: str = _option("ghost", "operator put at each boundary", choices=operator_names)
+    ridge: float = _option(
+        0.0, "relative ridge: lambda * trace(gram) / C is added to the diagonal; 0 = minimum norm"
+    )
+    num_clusters: int | None = _option(
+        None, "clusters of lorp (default: 2, 3 or 4, by the Representation Locality Score)"
+    )
+    protect_first: int = _option(1, "layers at the input side that no selector removes")
+    protect_last: int = _option(1, "layers at the output side that no selector removes")
+    calibration: str = _option(
+        "self",
+        "calibration text: c4, wikitext2, ptb, owner/dataset[:config][:split][:column], a local "
+        ".txt/.jsonl/.parquet file, or self (the model samples it)",
+    )
+    num_windows: int = _option(128, "calibration windows")
+    window: int | None = _option(
+        None, "tokens per window (default: 2048, or the model's maximum if shorter)"
+    )
+    batch_size: int = _option(1, "windows per forward pass")
+    dtype: str = _option(
+        "auto", "dtype to load, measure and write; auto = as stored", choices=lambda: DTYPES
+    )
+    device: str = _option("auto", "auto, cpu, cuda, cuda:1, mps, ...; auto = CUDA if present")
+    seed: int = _option(0, "seed of clustering and of sampled calibration text")
+
+    def __post_init__(self) -> None:
+        faults = []
+        if (self.num_remove is None) == (self.layers is None):
+            both = "both are" if self.layers is not None else "neither is"
+            faults.append(f"give exactly one of `num_remove` and `layers` ({both} given)")
+        for name in ("num_windows", "batch_size"):
+            if getattr(self, name) < 1:
+                faults.append(f"`{name}` is {getattr(self, name)}; allowed: 1 or more")
+        for name in ("protect_first", "protect_last", "seed"):
+            if getattr(self, name) < 0:
+                faults.append(f"`{name}` is {getattr(self, name)}; allowed: 0 or more")
+        if self.seed >= 2**32:
+            faults.append(f"`seed` is {self.seed}; allowed: below 2**32")
+        if self.window is not None and self.window < 2:
+            faults.append(f"`window` is {self.window}; allowed: 2 or more tokens")
+        if self.num_clusters is not None and self.num_clusters < 1:
+            faults.append(f"`num_clusters` is {self.num_clusters}; allowed: 1 or more")
+        if not 0.0 <= self.ridge < float("inf"):
+            faults.append(f"`ridge` is {self.ridge}; allowed: 0 or a positive number")
+        for item in fields(self):
+            if "choices" in item.metadata:
+                value, allowed = getattr(self, item.name), item.metadata["choices"]()
+                if value not in allowed:
+                    faults.append(str(unknown_name(item.name, value, allowed)).rstrip("."))
+        if faults:
+            raise GhostlayersError("; ".join(faults) + ".")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain JSON values."""
+        return asdict(self)

@@ -1,0 +1,47 @@
+"""Errors that ghostlayers raises on purpose. Each is also a `ValueError`.
+
+A message is one line: what is wrong with which argument, the value got, what is allowed, and what
+to do. The command line prints it and exits with status 2.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class GhostlayersError(ValueError):
+    """Base of every error that a user can mend."""
+
+
+class UnsupportedModelError(GhostlayersError):
+    """The model's structure or configuration cannot be pruned safely."""
+
+
+class CheckpointError(GhostlayersError):
+    """A checkpoint cannot be read, written or trusted."""
+
+
+class CalibrationError(GhostlayersError):
+    """The calibration text, the windows or the measured states are unusable."""
+
+
+class PlanError(GhostlayersError):
+    """The layers asked for cannot be removed."""
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> GhostlayersError:
+    """Build the error for an unknown name: nearest match first, then every known name.
+
+    Args:
+        kind: What the name stands for, such as ``"selector"``.
+        name: The name that was given.
+        known: All allowed names.
+
+    Returns:
+        The error, not yet raised.
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return GhostlayersError(f"Unknown {kind} {name!r}. {hint}Allowed: {', '.join(names)}.")

@@ -1,0 +1,98 @@
+"""The model card that every pruned checkpoint carries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .operators import NO_OPERATOR
+from .plan import format_layers
+
+
+def load_snippet(path: str, *, has_operators: bool) -> str:
+    """Return the two lines that load a checkpoint and its tokenizer."""
+    extra = ", trust_remote_code=True" if has_operators else ""
+    return (
+        f'model = AutoModelForCausalLM.from_pretrained("{path}"{extra})\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{path}"{extra})'
+    )
+
+
+def model_card(record: dict[str, Any]) -> str:
+    """Write the card from a checkpoint's record.
+
+    Args:
+        record: Content of `ghostlayers.json`.
+
+    Returns:
+        Markdown with the Hub's YAML header.
+    """
+    source = record.get("source") or {}
+    base = source.get("model")
+    is_hub_id = isinstance(base, str) and base.count("/") == 1 and not base.startswith((".", "~"))
+    header = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    if is_hub_id:
+        header.append(f"base_model: {base}")
+    header += ["tags:", "- ghostlayers", "- depth-pruning", "---", ""]
+    depth, removed = record["num_layers"], record["removed"]
+    has_operators = record["recover"] != NO_OPERATOR
+    lines = [
+        *header,
+        "# Depth-pruned model",
+        "",
+        f"{len(removed)} of {depth} decoder layers were removed from "
+        f"{f'[{base}](https://huggingface.co/{base})' if is_hub_id else 'the dense model'} by "
+        "ghostlayers, without training.",
+        "",
+        f"- Removed layers (0-based, dense model): {format_layers(removed)}",
+        f"- Kept layers: {format_layers(record['kept'])}",
+        f"- Selector: `{record['selector']}`",
+        f"- Recovery: `{record['recover']}`",
+        *_calibration_line(record),
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        load_snippet("PATH", has_operators=has_operators),
+        "```",
+        "",
+    ]
+    if has_operators:
+        lines += [
+            "The operators that stand in for the removed layers are small modules inside the "
+            "decoder layers (`modeling_ghostlayers.py`). `trust_remote_code=True` is not needed "
+            "after `import ghostlayers`. Loaders that would drop them raise an error.",
+            "",
+            *_boundary_table(record["boundaries"]),
+        ]
+    lines += ["The whole record is in `ghostlayers.json`.", ""]
+    return "\n".join(lines)
+
+
+def _calibration_line(record: dict[str, Any]) -> list[str]:
+    windows = record.get("calibration")
+    if not windows:
+        return []
+    return [
+        f"- Calibration: `{windows['source']}`, {windows['windows']} windows of "
+        f"{windows['window']} tokens"
+    ]
+
+
+def _boundary_table(boundaries: list[dict[str, Any]]) -> list[str]:
+    def number(value: Any) -> str:
+        return f"{value:.4f}" if isinstance(value, float) else "-"
+
+    rows = [
+        f"| [{entry['start']}, {entry['stop']}) | `{entry['operator']}` | "
+        f"{number(entry.get('error_before'))} | {number(entry.get('error_after'))} | "
+        f"{number(entry.get('held_out_error_before'))} | "
+        f"{number(entry.get('held_out_error_after'))} |"
+        for entry in boundaries
+    ]
+    return [
+        "Relative error of the hidden state behind each cut:",
+        "",
+        "| removed | operator | before | after | held-out before | held-out after |",
+        "|---|---|---|---|---|---|",
+        *rows,
+        "",
+    ]

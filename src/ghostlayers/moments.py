@@ -1,0 +1,183 @@
+"""Second moments of the hidden states at a boundary, streamed in float64.
+
+Legend: N counted tokens, C hidden size. Hidden states are rows: X (N, C) enters the boundary, Y
+(N, C) should leave it, Δ = Y − X.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .errors import CalibrationError
+from .plan import Boundary
+
+if TYPE_CHECKING:
+    from .sweep import TokenRows
+
+# Of every HELD_OUT_EVERY windows the last is held out from the fit that measures held-out error.
+HELD_OUT_EVERY = 4
+
+
+@dataclass
+class BoundaryMoments:
+    """Second moments of one set of tokens at one boundary.
+
+    Attributes:
+        gram: (C, C) float64, XᵀX.
+        cross: (C, C) float64, XᵀΔ.
+        delta_squares: tr(ΔᵀΔ).
+        target_squares: tr(YᵀY).
+        num_tokens: N.
+    """
+
+    gram: Tensor
+    cross: Tensor
+    delta_squares: float = 0.0
+    target_squares: float = 0.0
+    num_tokens: int = 0
+
+    @classmethod
+    def zeros(cls, size: int, device: torch.device | str = "cpu") -> BoundaryMoments:
+        """Return empty moments for hidden size `size`."""
+        shape = (size, size)
+        return cls(
+            gram=torch.zeros(shape, dtype=torch.float64, device=device),
+            cross=torch.zeros(shape, dtype=torch.float64, device=device),
+        )
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Add tokens.
+
+        Args:
+            x: (n, C), states that enter the boundary; cast to float64 before any product.
+            y: (n, C), states that should leave it.
+        """
+        x = x.to(self.gram.device, torch.float64)
+        y = y.to(self.gram.device, torch.float64)
+        delta = y - x
+        self.gram.addmm_(x.T, x)
+        self.cross.addmm_(x.T, delta)
+        self.delta_squares += float(delta.square().sum())
+        self.target_squares += float(y.square().sum())
+        self.num_tokens += x.shape[0]
+
+    def __add__(self, other: BoundaryMoments) -> BoundaryMoments:
+        """Return the moments of both sets of tokens together."""
+        return BoundaryMoments(
+            gram=self.gram + other.gram.to(self.gram.device),
+            cross=self.cross + other.cross.to(self.cross.device),
+            delta_squares=self.delta_squares + other.delta_squares,
+            target_squares=self.target_squares + other.target_squares,
+            num_tokens=self.num_tokens + other.num_tokens,
+        )
+
+    def relative_error(self, m: Tensor | None = None) -> float:
+        """Return ‖X + XM − Y‖_F / ‖Y‖_F over these tokens, from the moments alone.
+
+        Args:
+            m: (C, C) float64, or None for no operator (M = 0).
+        """
+        if self.target_squares == 0.0:
+            return 0.0
+        squares = self.delta_squares
+        if m is not None:
+            m = m.to(self.gram.device, torch.float64)
+            squares += float(((self.gram @ m - 2.0 * self.cross) * m).sum())
+        return float((max(squares, 0.0) / self.target_squares) ** 0.5)
+
+
+@dataclass
+class SplitMoments:
+    """Moments of one boundary, split into a fitting part and a held-out part.
+
+    Every fourth window is held out; a single window is split by position, its last quarter held
+    out. The final operator is fitted on both parts together, the held-out error comes from an
+    operator fitted on the first part only.
+    """
+
+    boundary: Boundary
+    fit: BoundaryMoments
+    held_out: BoundaryMoments
+
+    @property
+    def total(self) -> BoundaryMoments:
+        """Moments of all counted tokens."""
+        return self.fit + self.held_out
+
+
+class MomentAccumulator:
+    """Streams the moments of several boundaries in one sweep.
+
+    Args:
+        boundaries: Boundaries to measure.
+        num_windows: Number of windows that the sweep will see; decides the held-out split.
+        window: Longest window in tokens, for the split of a single window.
+        device: Where to keep the moments; None keeps them where the states are, or on the CPU
+            if that device has no float64.
+    """
+
+    def __init__(
+        self,
+        boundaries: Sequence[Boundary],
+        *,
+        num_windows: int,
+        window: int,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.boundaries = tuple(boundaries)
+        self.states: Sequence[int] = tuple(
+            sorted({edge for b in boundaries for edge in (b.start, b.stop)})
+        )
+        self.num_windows = num_windows
+        self.window = window
+        self.device = device
+        self.moments: dict[Boundary, SplitMoments] = {}
+
+    def held_out_mask(self, rows: TokenRows) -> Tensor:
+        """Return (N,) bool: which tokens are held out."""
+        if self.num_windows == 1:
+            return rows.position >= self.window - self.window // HELD_OUT_EVERY
+        every = min(HELD_OUT_EVERY, self.num_windows)
+        return rows.window % every == every - 1
+
+    def update(self, states: Mapping[int, Tensor], rows: TokenRows) -> None:
+        """Add one batch; see `sweep.Accumulator`."""
+        held_out = self.held_out_mask(rows)
+        for boundary in self.boundaries:
+            x, y = states[boundary.start], states[boundary.stop]
+            if boundary not in self.moments:
+                device = self.device or ("cpu" if x.device.type == "mps" else x.device)
+                self.moments[boundary] = SplitMoments(
+                    boundary,
+                    BoundaryMoments.zeros(x.shape[1], device),
+                    BoundaryMoments.zeros(x.shape[1], device),
+                )
+            moments, mask = self.moments[boundary], held_out.to(x.device)
+            y = y.to(x.device)
+            if held_out.any():
+                moments.held_out.add(x[mask], y[mask])
+            if not held_out.all():
+                moments.fit.add(x[~mask], y[~mask])
+
+    def result(self) -> dict[Boundary, SplitMoments]:
+        """Return the moments by boundary.
+
+        Raises:
+            CalibrationError: If no token was counted.
+        """
+        missing = [
+            boundary
+            for boundary in self.boundaries
+            if boundary not in self.moments or self.moments[boundary].total.num_tokens == 0
+        ]
+        if missing:
+            raise CalibrationError(
+                "no calibration tokens: every position was masked out or no batch was given. "
+                "Give at least one window of text."
+            )
+        return dict(self.moments)

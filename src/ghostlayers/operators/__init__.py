@@ -1,0 +1,61 @@
+"""Operators: the map put at a boundary. One file per method, one table of names.
+
+An operator is a function from the boundary's moments to an `OperatorFit`. To add one: write it in
+its own file and add a line to `OPERATORS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ..errors import unknown_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+NO_OPERATOR = "none"
+OPERATORS: dict[str, str] = {"ghost": "ghost:fit_ghost"}
+
+
+@dataclass(frozen=True)
+class OperatorFit:
+    """A fitted operator: its tensors and how well it fits.
+
+    Attributes:
+        name: Method, as in `OPERATORS`.
+        tensors: Parameters by name, float64. `m` is (C, C) in the row convention: the operator is
+            x + xM. (`nn.Linear` stores the transpose.)
+        diagnostics: JSON values: N, C, relative errors before and after on calibration and on
+            held-out windows, and what the method adds.
+        warnings: One line each; shown to the user and stored.
+    """
+
+    name: str
+    tensors: dict[str, Tensor]
+    diagnostics: dict[str, Any]
+    warnings: tuple[str, ...] = field(default=())
+
+
+OperatorFitter = Callable[..., OperatorFit]
+
+
+def operator_names() -> tuple[str, ...]:
+    """Return the names that `recover` accepts."""
+    return (*OPERATORS, NO_OPERATOR)
+
+
+def get_operator(name: str) -> OperatorFitter:
+    """Import an operator's fitting function by name.
+
+    Raises:
+        GhostlayersError: If no operator has that name; the nearest name is suggested.
+    """
+    if name not in OPERATORS:
+        raise unknown_name("operator", name, operator_names())
+    module, function = OPERATORS[name].split(":")
+    fitter: OperatorFitter = getattr(import_module(f".{module}", __name__), function)
+    return fitter

@@ -1,0 +1,70 @@
+"""JSON records: what was done, with what, and the file that says so beside the weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError
+
+RECORD_FILE = "ghostlayers.json"
+FORMAT_VERSION = 1
+PACKAGES = ("ghostlayers", "torch", "transformers", "safetensors", "numpy", "scikit-learn")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that numbers depend on."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Turn a value into JSON types; numbers that are not finite become null."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file with sorted structure kept as given and a final newline."""
+    path.write_text(json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Read `ghostlayers.json` of a pruned checkpoint.
+
+    Raises:
+        CheckpointError: If the folder has none, or it is of a newer format.
+    """
+    path = Path(folder) / RECORD_FILE
+    if not path.is_file():
+        raise CheckpointError(
+            f"{str(folder)!r} has no {RECORD_FILE}: it was not written by `ghostlayers prune`."
+        )
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise CheckpointError(f"{path} is damaged: {error}.") from error
+    if not isinstance(record, dict) or "removed" not in record:
+        raise CheckpointError(f"{path} is no record of `ghostlayers prune`.")
+    if record.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {record.get('format_version')!r}; this release reads "
+            f"{FORMAT_VERSION}. Upgrade ghostlayers."
+        )
+    return record

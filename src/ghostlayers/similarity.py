@@ -1,0 +1,112 @@
+"""Layer-by-layer cosine similarity of hidden states, and the scores read off it.
+
+Legend: N counted tokens, C hidden size, L decoder layers. Hidden states are rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .errors import CalibrationError
+
+if TYPE_CHECKING:
+    import torch
+
+    from .sweep import TokenRows
+
+CHUNK_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """Mean cosine similarity between all hidden states of the dense model.
+
+    Attributes:
+        matrix: (L+1, L+1) float64; entry [i, j] is the mean over counted tokens of the cosine
+            between hidden states i and j, taken over channels. State L is the raw output of the
+            last layer, before the final norm.
+        num_tokens: Number N of counted tokens.
+    """
+
+    matrix: np.ndarray
+    num_tokens: int
+
+    @property
+    def num_layers(self) -> int:
+        """Depth L."""
+        return len(self.matrix) - 1
+
+    @property
+    def inputs(self) -> np.ndarray:
+        """(L, L) float64: the matrix of the papers, over the inputs of layers 0..L-1."""
+        return self.matrix[:-1, :-1]
+
+    @property
+    def block_influence(self) -> np.ndarray:
+        """(L,) float64 in [0, 2]: BI_i = 1 − S[i, i+1] (ShortGPT, arXiv 2403.03853)."""
+        return 1.0 - np.diagonal(self.matrix, offset=1)
+
+    @property
+    def rls(self) -> float:
+        """Representation Locality Score: −log2 of the mean of S[i, j], i < j (LoRP).
+
+        It is infinite when that mean is not positive: the states share no common direction.
+        """
+        rows, columns = np.triu_indices(self.num_layers, k=1)
+        mean = float(self.inputs[rows, columns].mean()) if len(rows) else 1.0
+        return float(-np.log2(mean)) if mean > 0 else float("inf")
+
+
+class SimilarityAccumulator:
+    """Sums cosine similarities over batches; no activation outlives its batch.
+
+    Args:
+        num_layers: Depth L of the model that is measured.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.states: Sequence[int] = range(num_layers + 1)
+        self.total = np.zeros((num_layers + 1, num_layers + 1))
+        self.num_tokens = 0
+
+    def update(self, states: Mapping[int, torch.Tensor], rows: TokenRows) -> None:
+        """Add one batch.
+
+        Args:
+            states: Hidden states 0..L of the counted tokens, each (N, C) float32 or float64.
+            rows: Where those tokens stand.
+        """
+        import torch
+
+        count = states[0].shape[0]
+        for first in range(0, count, CHUNK_TOKENS):
+            unit = torch.stack(
+                [
+                    torch.nn.functional.normalize(
+                        states[index][first : first + CHUNK_TOKENS].to(states[0].device), dim=-1
+                    )
+                    for index in self.states
+                ]
+            ).flatten(1)  # (L+1, n·C)
+            self.total += (unit @ unit.T).double().cpu().numpy()
+        self.num_tokens += count
+
+    def result(self) -> Similarity:
+        """Return the mean over all tokens added so far.
+
+        Raises:
+            CalibrationError: If no token was counted.
+        """
+        if self.num_tokens == 0:
+            raise CalibrationError(
+                "no calibration tokens: every position was masked out or no batch was given. "
+                "Give at least one window of text."
+            )
+        mean = self.total / self.num_tokens
+        mean = np.clip((mean + mean.T) / 2.0, -1.0, 1.0)
+        np.fill_diagonal(mean, 1.0)
+        return Similarity(matrix=mean, num_tokens=self.num_tokens)

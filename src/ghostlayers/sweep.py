@@ -1,0 +1,190 @@
+"""One forward pass of the model's own base model, hooks on the wanted states, many accumulators.
+
+The head is not run, no activation outlives its batch, and padding is never counted.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from .decoder import base_model, check_ids, decoder_layers, input_device
+from .errors import CalibrationError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Batch = Tensor | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Where the counted tokens of a batch stand.
+
+    Attributes:
+        window: (N,) int64, number of the calibration window, counted over the whole sweep.
+        position: (N,) int64, position in its window; the first counted token has position 0.
+    """
+
+    window: Tensor
+    position: Tensor
+
+
+class Accumulator(Protocol):
+    """Something that reads hidden states batch by batch."""
+
+    @property
+    def states(self) -> Sequence[int]:
+        """Indices of the hidden states it reads."""
+
+    def update(self, states: Mapping[int, Tensor], rows: TokenRows) -> None:
+        """Add one batch: `states[l]` is (N, C), the counted tokens of hidden state l."""
+
+
+def hidden_state(output: Any) -> Tensor:
+    """Take the (B, T, C) hidden state out of what a decoder layer returned."""
+    state = output[0] if isinstance(output, list | tuple) else output
+    if not isinstance(state, Tensor):
+        raise CalibrationError(
+            f"a decoder layer returned {type(state).__name__}; a tensor was expected."
+        )
+    return state
+
+
+@contextmanager
+def capture(
+    layers: nn.ModuleList, states: Iterable[int], keep: Callable[[int, Tensor], None]
+) -> Iterator[None]:
+    """Call `keep(l, hidden state l)` during each forward pass for the wanted states.
+
+    State l < L is what enters layer l; state L is the raw output of the last layer.
+    """
+    handles = []
+
+    def before(index: int) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            keep(index, args[0] if args else kwargs["hidden_states"])
+
+        return hook
+
+    def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        keep(len(layers), hidden_state(output))
+
+    try:
+        for index in sorted(set(states)):
+            if index < len(layers):
+                handles.append(
+                    layers[index].register_forward_pre_hook(before(index), with_kwargs=True)
+                )
+            else:
+                handles.append(layers[-1].register_forward_hook(after))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def split_batch(batch: Batch) -> tuple[Tensor, Tensor | None]:
+    """Return `input_ids` (B, T) and the attention mask (B, T) or None."""
+    if isinstance(batch, Tensor):
+        return batch, None
+    return batch["input_ids"], batch.get("attention_mask")
+
+
+def batches_of(windows: Tensor, batch_size: int) -> list[Tensor]:
+    """Cut (n, T) windows into batches of at most `batch_size` windows."""
+    return list(windows.split(batch_size))
+
+
+def token_rows(ids: Tensor, mask: Tensor | None, first_window: int) -> tuple[TokenRows, Tensor]:
+    """Locate the counted tokens of a batch.
+
+    Returns:
+        The rows, and their indices (N,) into the flattened (B·T) batch.
+    """
+    counted = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    flat = counted.flatten().nonzero().squeeze(1)
+    window = (flat // ids.shape[1]) + first_window
+    position = (counted.long().cumsum(dim=1) - 1).flatten()[flat]
+    return TokenRows(window=window, position=position), flat
+
+
+def sweep(
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    accumulators: Sequence[Accumulator],
+    *,
+    description: str = "sweep",
+    progress: bool = True,
+) -> None:
+    """Run the base model over all batches and feed the accumulators.
+
+    Args:
+        model: A causal LM. Its mode is restored afterwards; its weights are not touched.
+        batches: (B, T) int64 token ids, or mappings with `input_ids` and `attention_mask`.
+        accumulators: Each names the states it wants; a state is captured once for all.
+        description: Label of the progress bar.
+        progress: Show a progress bar when standard error is a terminal.
+
+    Raises:
+        CalibrationError: If a captured state is not finite; the layer and the dtype are named.
+    """
+    base, layers = base_model(model), decoder_layers(model)
+    wanted = {state for accumulator in accumulators for state in accumulator.states}
+    captured: dict[int, Tensor] = {}
+    flat = torch.empty(0, dtype=torch.long)
+
+    def keep(index: int, state: Tensor) -> None:
+        rows = state.detach().flatten(0, -2)[flat.to(state.device)]  # (N, C), a copy
+        check_finite(index, rows)
+        captured[index] = rows if rows.dtype == torch.float64 else rows.float()
+
+    device = input_device(model)
+    takes_positions = "position_ids" in inspect.signature(base.forward).parameters
+    training = model.training
+    model.eval()
+    window = 0
+    try:
+        with torch.no_grad(), capture(layers, wanted, keep):
+            bar = tqdm(batches, desc=description, disable=None if progress else True, unit="batch")
+            for batch in bar:
+                ids, mask = split_batch(batch)
+                check_ids(model, ids)
+                rows, flat = token_rows(ids, mask, window)
+                window += ids.shape[0]
+                if not len(flat):
+                    continue
+                inputs = {"input_ids": ids.to(device)}
+                if mask is not None:
+                    inputs["attention_mask"] = mask.to(device)
+                    if takes_positions:  # learned positions count from the first real token
+                        positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+                        inputs["position_ids"] = positions.to(device)
+                captured.clear()
+                base(**inputs, use_cache=False)
+                for accumulator in accumulators:
+                    accumulator.update(captured, rows)
+        captured.clear()
+    finally:
+        model.train(training)
+
+
+def check_finite(index: int, state: Tensor) -> None:
+    """Check a hidden state for nan and infinity.
+
+    Raises:
+        CalibrationError: Naming the layer that the state leaves, and its dtype.
+    """
+    if torch.isfinite(state).all():
+        return
+    where = f"what leaves layer {index - 1}" if index else "the token embeddings"
+    name = str(state.dtype).removeprefix("torch.")
+    advice = "use float32 or bfloat16" if state.dtype == torch.float16 else "check the weights"
+    raise CalibrationError(f"hidden state {index} ({where}) is not finite in {name}: {advice}.")

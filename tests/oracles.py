@@ -1,0 +1,188 @@
+"""Tiny random models and the three oracles by which a cut is judged.
+
+Weights are re-drawn, norms included: with the default initialisation many faults disappear.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+from ghostlayers.decoder import decoder_layers
+from ghostlayers.sweep import hidden_state
+
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+COMMON = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    **SPECIAL,
+}
+
+
+def tiny_config(family: str, num_layers: int = 8):
+    """Return a small config of one of five families."""
+    if family == "llama":
+        return LlamaConfig(num_hidden_layers=num_layers, **COMMON)
+    if family == "qwen3":
+        return Qwen3Config(num_hidden_layers=num_layers, head_dim=16, **COMMON)
+    if family == "gemma3":
+        return Gemma3TextConfig(
+            num_hidden_layers=num_layers,
+            head_dim=16,
+            sliding_window=8,
+            query_pre_attn_scalar=16,
+            layer_types=[
+                "full_attention" if layer % 3 == 2 else "sliding_attention"
+                for layer in range(num_layers)
+            ],
+            **COMMON,
+        )
+    if family == "gpt2":
+        return GPT2Config(n_layer=num_layers, n_embd=64, n_head=4, vocab_size=256, **SPECIAL)
+    return OPTConfig(
+        num_hidden_layers=num_layers,
+        ffn_dim=128,
+        word_embed_proj_dim=64,
+        **{key: COMMON[key] for key in ("hidden_size", "num_attention_heads", "vocab_size")},
+        **SPECIAL,
+    )
+
+
+FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "opt")
+
+
+@torch.no_grad()
+def redraw_(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """Draw matrices from N(0, 0.1) and add N(0, 0.2) to every norm weight."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim > 1:
+            parameter.copy_(0.1 * noise)
+        else:
+            parameter.add_(0.2 * noise)
+    return model.eval()
+
+
+def tiny_model(family: str = "llama", num_layers: int = 8, **changes) -> PreTrainedModel:
+    """Build a small random model in evaluation mode."""
+    config = tiny_config(family, num_layers)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return redraw_(AutoModelForCausalLM.from_config(config))
+
+
+def random_ids(batch: int = 2, length: int = 40, seed: int = 1) -> torch.Tensor:
+    """Draw token ids that avoid the special tokens."""
+    return torch.randint(3, 256, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a forward pass without a cache."""
+    return model(input_ids=ids, use_cache=False).logits
+
+
+class _PassThrough(nn.Module):
+    """Stands in for a removed layer: gives back what it was given."""
+
+    def __init__(self, layer: nn.Module, returns_tuple: bool) -> None:
+        super().__init__()
+        self.attention_type = getattr(layer, "attention_type", None)
+        self.returns_tuple = returns_tuple
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return (hidden_states,) if self.returns_tuple else hidden_states
+
+
+def identity_reference(
+    dense: PreTrainedModel, removed: list[int], ids: torch.Tensor, operators=None
+) -> torch.Tensor:
+    """O1: logits of the dense model with removed layers swapped for pass-throughs.
+
+    Args:
+        dense: The dense model; left as it is.
+        removed: Layers to pass through.
+        ids: (B, T) token ids.
+        operators: `{stop: (C, C) matrix M}` applied as x + xM to the state that enters layer
+            `stop`, or that leaves the last layer when `stop` is the depth.
+    """
+    model = copy.deepcopy(dense)
+    layers = decoder_layers(model)
+    depth = len(layers)
+    returned = []
+    handle = layers[0].register_forward_hook(lambda _m, _a, out: returned.append(out))
+    logits(model, ids)
+    handle.remove()
+    returns_tuple = isinstance(returned[0], tuple)
+    for layer in removed:
+        layers[layer] = _PassThrough(layers[layer], returns_tuple)
+
+    def before(matrix):
+        def hook(_module, args, kwargs):
+            if args:
+                return (args[0] + args[0] @ matrix, *args[1:]), kwargs
+            state = kwargs["hidden_states"]
+            return args, {**kwargs, "hidden_states": state + state @ matrix}
+
+        return hook
+
+    def after(matrix):
+        def hook(_module, _args, output):
+            state = hidden_state(output)
+            new = state + state @ matrix
+            return (new, *output[1:]) if isinstance(output, tuple) else new
+
+        return hook
+
+    for stop, matrix in (operators or {}).items():
+        if stop < depth:
+            layers[stop].register_forward_pre_hook(before(matrix), with_kwargs=True)
+        else:
+            layers[-1].register_forward_hook(after(matrix))
+    return logits(model, ids)
+
+
+@torch.no_grad()
+def step_error(model: PreTrainedModel, ids: torch.Tensor, prefix: int = 34, cache=None) -> float:
+    """O2: largest difference between stepping with a cache and one forward without it."""
+    whole = logits(model, ids)
+    names = model.forward.__code__.co_varnames
+    name = "past_key_values" if "past_key_values" in names else "cache"
+    extra = {} if cache is None else {name: cache}
+    out = model(input_ids=ids[:, :prefix], use_cache=True, **extra)
+    parts = [out.logits]
+    for position in range(prefix, ids.shape[1]):
+        past = getattr(out, name, None) or out.past_key_values
+        out = model(
+            input_ids=ids[:, position : position + 1],
+            use_cache=True,
+            attention_mask=torch.ones(ids.shape[0], position + 1, dtype=torch.long),
+            **{name: past},
+        )
+        parts.append(out.logits)
+    return float((torch.cat(parts, dim=1) - whole).abs().max())
+
+
+def reload(folder: Path, **keywords) -> PreTrainedModel:
+    """O3: load in a fresh object; no missing, unexpected or mismatched key."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **keywords)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not info[kind], (kind, info[kind])
+    return model.eval()

@@ -1,0 +1,106 @@
+"""What the published algorithms give on two small real models (`shared/reference`)."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import packaged_gguf
+
+import ghostlayers as gl
+from ghostlayers.loading import load_model, load_tokenizer, locate
+from ghostlayers.pipeline import fit_operator
+from ghostlayers.sweep import batches_of
+
+pytestmark = pytest.mark.real_model
+
+MODELS = {"smollm2": "smollm2-135m-instruct.json", "gemma3": "gemma-3-270m.json"}
+
+
+class Measured:
+    """One real model, swept once for similarity and once for the moments of all its plans."""
+
+    def __init__(self, name: str, shared) -> None:
+        self.reference = json.loads((shared / "reference" / MODELS[name]).read_text())
+        source = locate(str(packaged_gguf(name)))
+        tokenizer = load_tokenizer(source)
+        self.model = load_model(source)
+        self.windows = {
+            part: gl.text_windows(
+                tokenizer,
+                str(shared / "data" / self.reference[part]["file"]),
+                num_windows=self.reference[part]["windows"],
+                window=self.reference["window"],
+            )
+            for part in ("calibration", "evaluation")
+        }
+        batches = batches_of(self.windows["calibration"].ids, 2)
+        self.similarity = gl.measure_similarity(self.model, batches)
+        self.plans = {
+            entry["selector"]: gl.PruningPlan(self.similarity.num_layers, tuple(entry["removed"]))
+            for entry in self.reference["recovery"]
+        }
+        boundaries = sorted({b for plan in self.plans.values() for b in plan.boundaries})
+        self.moments = gl.collect_moments(self.model, batches, boundaries)
+
+    def perplexity(self, model) -> float:
+        return gl.perplexity(model, self.windows["evaluation"], batch_size=2).perplexity
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def measured(request, shared):
+    return Measured(request.param, shared)
+
+
+def test_windows_are_those_of_the_reference(measured):
+    for part, windows in measured.windows.items():
+        assert windows.ids_sha256 == measured.reference[part]["sha256_int32_ids"]
+        assert windows.bos_per_window == measured.reference["bos_per_window"]
+
+
+def test_similarity_and_rls(measured):
+    expected = np.array(measured.reference["similarity_rows"])
+    assert np.abs(measured.similarity.inputs - expected).max() < 1e-4
+    assert measured.similarity.rls == pytest.approx(measured.reference["rls"], abs=1e-4)
+
+
+def test_selected_layers(measured):
+    reference, similarity = measured.reference, measured.similarity
+    for budget, by_policy in reference["lorp"].items():
+        for policy, layers in by_policy.items():
+            clusters = None if policy == "auto" else int(policy.removeprefix("K="))
+            plan = gl.select_layers(
+                similarity, num_remove=int(budget), selector="lorp", num_clusters=clusters
+            )
+            assert list(plan.removed) == layers, (budget, policy)
+    for budget, layers in reference["shortgpt"].items():
+        plan = gl.select_layers(similarity, num_remove=int(budget), selector="shortgpt")
+        assert list(plan.removed) == layers
+    for budget, (start, stop) in reference["streamline"].items():
+        plan = gl.select_layers(similarity, num_remove=int(budget), selector="streamline")
+        assert plan.removed == tuple(range(start, stop))
+
+
+def test_dense_perplexity(measured):
+    expected = measured.reference["dense_ppl"]
+    assert measured.perplexity(measured.model) == pytest.approx(expected, rel=1e-3)
+
+
+def test_pruned_and_recovered_perplexity(measured):
+    for entry in measured.reference["recovery"]:
+        plan = measured.plans[entry["selector"]]
+        pruned = gl.remove_layers_(gl.share_tensors(measured.model), plan.removed)
+        assert measured.perplexity(pruned) == pytest.approx(entry["none_ppl"], rel=1e-3)
+        fits = {b: fit_operator(measured.moments[b], dtype=torch.float32) for b in plan.boundaries}
+        expected = entry.get("ghost_per_run") or entry["ghost"]
+        if "frobenius_M" in expected:
+            fit = fits[plan.boundaries[0]].diagnostics
+            assert fit["frobenius_norm"] == pytest.approx(expected["frobenius_M"], rel=1e-3)
+            assert fit["antisymmetric_share"] == pytest.approx(
+                expected["antisymmetric_share"], rel=1e-3
+            )
+            assert fit["error_after"] == pytest.approx(expected["relative_error"], rel=1e-3)
+        recovered = gl.attach_operators_(pruned, plan, fits)
+        assert measured.perplexity(recovered) == pytest.approx(expected["ppl"], rel=1e-3)
