@@ -19,7 +19,7 @@ import torch
 
 import ghostlayers as gl
 from ghostlayers.decoder import base_model
-from ghostlayers.loading import load_config, load_model, load_tokenizer, locate
+from ghostlayers.loading import load_model, locate
 from ghostlayers.plan import format_layers
 
 
@@ -100,14 +100,11 @@ def main() -> None:
     args = parser.parse_args()
 
     source = locate(args.model)
-    load_config(source)
-    load_tokenizer(source)
     model = load_model(source)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     windows = random_windows(vocabulary, args.num_windows, args.window)
-    print(
-        f"{args.model}: {args.num_windows} windows of {args.window}, {torch.get_num_threads()} threads"
-    )
+    size = f"{args.num_windows} windows of {args.window}"
+    print(f"{args.model}: {size}, {torch.get_num_threads()} threads")
     bare_seconds(model, windows[:1], 1)
     depth = model.config.get_text_config().num_hidden_layers
     given = format_layers(range(depth - 1 - args.num_remove, depth - 1))

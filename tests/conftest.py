@@ -8,7 +8,7 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-torch.set_num_threads(2)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 2))
 
 ROOT = Path(__file__).parents[1]
 SHARED = Path(os.environ.get("GHOSTLAYERS_SHARED", ROOT.parent / "shared"))

@@ -6,6 +6,7 @@ Weights are re-drawn, norms included: with the default initialisation many fault
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
 
 import torch
@@ -99,16 +100,27 @@ def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids, use_cache=False).logits
 
 
+# Second outputs that some layers hand on to the next layer come in under these names.
+HANDED_ON = ("prev_topk_indices", "prev_router_hidden_states")
+
+
 class _PassThrough(nn.Module):
     """Stands in for a removed layer: gives back what it was given."""
 
-    def __init__(self, layer: nn.Module, returns_tuple: bool) -> None:
+    def __init__(self, layer: nn.Module, prototype) -> None:
         super().__init__()
-        self.attention_type = getattr(layer, "attention_type", None)
-        self.returns_tuple = returns_tuple
+        for name in ("attention_type", "layer_type", "is_causal"):
+            if hasattr(layer, name):
+                setattr(self, name, getattr(layer, name))
+        self.prototype = prototype
 
     def forward(self, hidden_states, *args, **kwargs):
-        return (hidden_states,) if self.returns_tuple else hidden_states
+        if not isinstance(self.prototype, list | tuple):
+            return hidden_states
+        handed_on = [kwargs[name] for name in HANDED_ON if name in kwargs]
+        rest = handed_on[:1] or args[:1] if self.prototype[1:] and handed_on else ()
+        rest = [*rest, *[None] * (len(self.prototype) - 1 - len(rest))]
+        return type(self.prototype)([hidden_states, *rest])
 
 
 def identity_reference(
@@ -126,13 +138,16 @@ def identity_reference(
     model = copy.deepcopy(dense)
     layers = decoder_layers(model)
     depth = len(layers)
-    returned = []
-    handle = layers[0].register_forward_hook(lambda _m, _a, out: returned.append(out))
+    returned = {}
+    handles = [
+        layer.register_forward_hook(lambda _m, _a, out, i=i: returned.__setitem__(i, out))
+        for i, layer in enumerate(layers)
+    ]
     logits(model, ids)
-    handle.remove()
-    returns_tuple = isinstance(returned[0], tuple)
+    for handle in handles:
+        handle.remove()
     for layer in removed:
-        layers[layer] = _PassThrough(layers[layer], returns_tuple)
+        layers[layer] = _PassThrough(layers[layer], returned[layer])
 
     def before(matrix):
         def hook(_module, args, kwargs):
@@ -147,7 +162,13 @@ def identity_reference(
         def hook(_module, _args, output):
             state = hidden_state(output)
             new = state + state @ matrix
-            return (new, *output[1:]) if isinstance(output, tuple) else new
+            return (
+                (new, *output[1:])
+                if isinstance(output, tuple)
+                else [new, *output[1:]]
+                if isinstance(output, list)
+                else new
+            )
 
         return hook
 
@@ -163,19 +184,22 @@ def identity_reference(
 def step_error(model: PreTrainedModel, ids: torch.Tensor, prefix: int = 34, cache=None) -> float:
     """O2: largest difference between stepping with a cache and one forward without it."""
     whole = logits(model, ids)
-    names = model.forward.__code__.co_varnames
-    name = "past_key_values" if "past_key_values" in names else "cache"
-    extra = {} if cache is None else {name: cache}
-    out = model(input_ids=ids[:, :prefix], use_cache=True, **extra)
-    parts = [out.logits]
-    for position in range(prefix, ids.shape[1]):
-        past = getattr(out, name, None) or out.past_key_values
-        out = model(
-            input_ids=ids[:, position : position + 1],
-            use_cache=True,
-            attention_mask=torch.ones(ids.shape[0], position + 1, dtype=torch.long),
-            **{name: past},
-        )
+    parameters = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in parameters else "past_key_values"
+    position_ids = "position_ids" in parameters
+    parts: list[torch.Tensor] = []
+    stops = [prefix, *range(prefix + 1, ids.shape[1] + 1)]
+    for start, stop in zip([0, *stops], stops, strict=False):
+        inputs = {"input_ids": ids[:, start:stop], "use_cache": True}
+        if start:
+            inputs["attention_mask"] = torch.ones(ids.shape[0], stop, dtype=torch.long)
+        if position_ids:
+            inputs["position_ids"] = torch.arange(start, stop)[None].expand(ids.shape[0], -1)
+        if cache is not None:
+            inputs[name] = cache
+        out = model(**inputs)
+        cache = getattr(out, name, None) or getattr(out, "past_key_values", None) or cache
+        assert cache is not None, "the model returns no cache"
         parts.append(out.logits)
     return float((torch.cat(parts, dim=1) - whole).abs().max())
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracles import FAMILIES, logits, random_ids, reload, tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import listing, save_tiny, tiny_tokenizer
 
 import ghostlayers as gl
 from ghostlayers.decoder import decoder_layers
 from ghostlayers.loading import load_model, load_tokenizer, locate
+from oracles import FAMILIES, logits, random_ids, reload, tiny_model
+from tiny_checkpoints import listing, save_tiny, tiny_tokenizer
 
 IDS = random_ids()
 KEPT = [0, 1, 2, 5, 7]  # layers 3, 4 and 6 go

@@ -10,10 +10,11 @@ import sys
 
 import pytest
 import torch
+
+import ghostlayers as gl
+from ghostlayers.config import PruneConfig
 from oracles import reload
 from tiny_checkpoints import listing, text_of, tiny_tokenizer
-
-from ghostlayers.config import PruneConfig
 
 SHORT = ["--num-windows", "4", "--window", "32"]
 
@@ -129,6 +130,11 @@ def test_default_calibration_is_sampled_and_repeatable(work, run, tmp_path):
 def test_json_on_stdout_is_nothing_else(work, run):
     status, out, err = run("analyze", work / "m", *text_flags(work), "--json", "-")
     assert status == 0 and json.loads(out)["num_clusters"] and "block influence" in err
+
+
+def test_debug_shows_the_traceback(work, run):
+    with pytest.raises(gl.PlanError, match="layer 9"):
+        run("prune", work / "m", "-o", work / "x", "--layers", "9", "--debug")
 
 
 def test_fewer_windows_than_asked_is_a_warning(work, run, tmp_path):

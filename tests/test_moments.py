@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracles import logits, random_ids, tiny_model
 
 import ghostlayers as gl
 from ghostlayers.decoder import decoder_layers
 from ghostlayers.moments import BoundaryMoments, SplitMoments
 from ghostlayers.operators.ghost import antisymmetric_share, fit_ghost, solve_ridge
 from ghostlayers.plan import Boundary
+from oracles import logits, random_ids, tiny_model
 
 BOUNDARY = Boundary(2, 4)
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import StaticCache
+
+import ghostlayers as gl
+from ghostlayers.decoder import decoder_layers
 from oracles import (
     FAMILIES,
     identity_reference,
@@ -13,10 +17,6 @@ from oracles import (
     step_error,
     tiny_model,
 )
-from transformers import StaticCache
-
-import ghostlayers as gl
-from ghostlayers.decoder import decoder_layers
 
 REMOVALS = {
     "first": [0],

@@ -9,13 +9,13 @@ import random
 import numpy as np
 import pytest
 import torch
-from oracles import random_ids, tiny_model
 
 import ghostlayers as gl
 from ghostlayers.decoder import decoder_layers
 from ghostlayers.plan import Boundary, PruningPlan, format_layers, parse_layers, removable_layers
 from ghostlayers.selectors import SELECTORS, get_selector, lorp
 from ghostlayers.similarity import Similarity
+from oracles import random_ids, tiny_model
 
 REFERENCES = ["smollm2-135m-instruct", "gemma-3-270m"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import listing, tiny_tokenizer
 
+from tiny_checkpoints import listing, tiny_tokenizer
 
 SHORT = ["--num-windows", "4", "--window", "32"]
 
@@ -347,6 +347,8 @@ def test_weights_of_a_hub_id_are_fetched_last(work, run, refuse, tmp_path, monke
     assert len(asked) == 1 and "*.safetensors" not in asked[0]["allow_patterns"]
     flags = ["--layers", "3", "--recover", "none"]
     assert run("prune", "owner/model", "-o", tmp_path / "x", *flags)[0] == 0
+    assert len(asked) == 3 and "*.bin" in asked[2]["ignore_patterns"]
+    assert asked[2]["revision"] == "f" * 40
     record = json.loads((tmp_path / "x" / "ghostlayers.json").read_text())
     assert record["source"] == {"model": "owner/model", "gguf": None, "revision": "f" * 40}
     assert "base_model: owner/model" in (tmp_path / "x" / "README.md").read_text()

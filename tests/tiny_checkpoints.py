@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from oracles import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-WORDS = "the layer of a model that was removed can be replaced by map and it is small".split()
+from oracles import tiny_model
+
+WORDS = ["the", "layer", "of", "a", "model", "that", "was", "removed", "by", "map", "and", "small"]
 
 
 def tiny_tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:

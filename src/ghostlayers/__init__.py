@@ -27,18 +27,17 @@ if TYPE_CHECKING:
     from .evaluation import PerplexityResult, perplexity
     from .moments import BoundaryMoments, SplitMoments
     from .operators import OperatorFit
-    from .pipeline import (
-        PruneResult,
+    from .pipeline import PruneResult, prune
+    from .plan import Boundary, PruningPlan
+    from .selectors import SelectionContext
+    from .similarity import Similarity
+    from .steps import (
         attach_operators_,
         collect_moments,
         fit_operator,
         measure_similarity,
-        prune,
         select_layers,
     )
-    from .plan import Boundary, PruningPlan
-    from .selectors import SelectionContext
-    from .similarity import Similarity
 
 __version__ = "0.1.0"
 
@@ -62,17 +61,17 @@ _EXPORTS = {
     "UnsupportedModelError": "errors",
     "Windows": "calibration",
     "analyze": "analysis",
-    "attach_operators_": "pipeline",
-    "collect_moments": "pipeline",
-    "fit_operator": "pipeline",
+    "attach_operators_": "steps",
+    "collect_moments": "steps",
+    "fit_operator": "steps",
     "load_pruned": "checkpoint",
-    "measure_similarity": "pipeline",
+    "measure_similarity": "steps",
     "perplexity": "evaluation",
     "prune": "pipeline",
     "remove_layers_": "decoder",
     "sampled_windows": "calibration",
     "save_pruned": "checkpoint",
-    "select_layers": "pipeline",
+    "select_layers": "steps",
     "share_tensors": "decoder",
     "text_windows": "calibration",
 }

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from .calibration import Windows
 from .config import PruneConfig
-from .decoder import check_causal
 from .errors import CalibrationError, PlanError
-from .pipeline import calibration_windows, measure_similarity, select_layers
-from .plan import removable_layers
+from .model_checks import check_causal, check_reloadable
+from .pipeline import allowed_layers, calibration_windows
 from .records import versions
 from .selectors import selector_names
 from .selectors.lorp import num_clusters_for
 from .similarity import Similarity
+from .steps import measure_similarity, select_layers
 from .sweep import batches_of
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ def analyze(
     import torch
 
     config = config or PruneConfig(**{"num_remove": 1, **settings})
+    check_reloadable(model)
     check_causal(model)
     if windows is None:
         if tokenizer is None:
@@ -101,11 +102,7 @@ def analyze(
         windows = Windows(windows, "windows given in", bos_per_window=False)
     batches = batches_of(windows.ids, config.batch_size)
     similarity = measure_similarity(model, batches, progress=progress)
-    allowed = removable_layers(
-        similarity.num_layers,
-        protect_first=config.protect_first,
-        protect_last=config.protect_last,
-    )
+    allowed = allowed_layers(config, model.config)
     selections: dict[str, dict[int, tuple[int, ...]]] = {name: {} for name in selector_names()}
     for name, budgets in selections.items():
         for budget in range(1, len(allowed) + 1):

@@ -183,7 +183,7 @@ def sampled_windows(
     """
     from transformers import GenerationConfig
 
-    eos = model.generation_config.eos_token_id  # type: ignore[union-attr]
+    eos = model.generation_config.eos_token_id
     settings = GenerationConfig(
         do_sample=True,
         temperature=1.0,

@@ -101,7 +101,7 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     out = check_output(args.out, force=args.force)
     _quiet_transformers()
     from .calibration import resolve_window
-    from .decoder import num_decoder_layers, pruned_config
+    from .decoder import pruned_config
     from .loading import GHOST_MODEL_TYPE, load_config, load_model, load_tokenizer, locate
     from .model_card import load_snippet
     from .operators import NO_OPERATOR
@@ -115,7 +115,7 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         raise CheckpointError(
             f"MODEL {args.model!r} has operators already. Prune the dense model it was made from."
         )
-    plan = resolve_plan(config, num_decoder_layers(model_config))
+    plan = resolve_plan(config, model_config)
     if plan is not None:
         pruned_config(model_config, plan)
     window = resolve_window(config.window, model_config)
@@ -201,9 +201,9 @@ def _evaluate(
     source: Any, args: argparse.Namespace, config: PruneConfig, window: int
 ) -> dict[str, Any]:
     from .calibration import text_windows
-    from .decoder import check_causal
     from .evaluation import perplexity
     from .loading import load_model, load_tokenizer
+    from .model_checks import check_causal
 
     windows = text_windows(
         load_tokenizer(source),

@@ -1,7 +1,8 @@
 """Where a Hugging Face causal LM keeps its decoder layers, and how to remove some of them.
 
-The only place that knows model layouts. Everything is derived from module structure and config,
-never from a name: neither the folder's nor the class's.
+The only place that knows model layouts (with `layer_fields` for config fields and `model_checks`
+for what is tried out). Everything is derived from module structure and config, never from a name:
+neither the folder's nor the class's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .errors import CalibrationError, UnsupportedModelError
-from .layer_fields import depth_fields
+from .layer_fields import depth_fields, depth_names
 from .plan import PruningPlan
 
 if TYPE_CHECKING:
@@ -19,13 +20,18 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-# Attributes by which attention modules remember their layer's position (the cache slot).
+# Attributes by which modules remember their layer's position (the cache slot).
 LAYER_INDEX_ATTRIBUTES = ("layer_idx", "layer_id", "layer_index", "layer_number")
 
 
 def text_config(config: Any) -> Any:
-    """Return the config that holds the decoder's depth (the nested one of a wrapper)."""
-    return config.get_text_config(decoder=True)
+    """Return the config that holds the decoder's depth: itself, or the nested one of a wrapper.
+
+    `get_text_config` may return a copy, to which writing would be lost; such a config is its own.
+    """
+    nested = config.get_text_config(decoder=True)
+    owned = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return nested if any(nested is part for part in owned) else config
 
 
 def num_decoder_layers(config: Any) -> int:
@@ -39,7 +45,8 @@ def num_decoder_layers(config: Any) -> int:
             f"model_type {config.model_type!r} is an encoder-decoder. Allowed: decoder-only causal "
             "language models."
         )
-    depth = getattr(text_config(config), "num_hidden_layers", None)
+    text = text_config(config)
+    depth = getattr(text, (depth_names(text) or ["num_hidden_layers"])[0], None)
     if not isinstance(depth, int) or depth < 1:
         raise UnsupportedModelError(
             f"the config of model_type {config.model_type!r} names no number of decoder layers "
@@ -83,6 +90,8 @@ def check_ids(model: PreTrainedModel, ids: torch.Tensor) -> None:
 def decoder_path(model: PreTrainedModel) -> str:
     """Find the decoder layers: the shallowest `ModuleList` as long as the config says.
 
+    In a wrapper of several towers only the part that owns the text config is searched.
+
     Returns:
         Dotted path relative to the base model, such as ``layers``, ``h`` or ``decoder.layers``.
 
@@ -91,13 +100,16 @@ def decoder_path(model: PreTrainedModel) -> str:
     """
     from torch import nn
 
-    depth = num_decoder_layers(model.config)
+    depth, text = num_decoder_layers(model.config), text_config(model.config)
     base = base_model(model)
     paths = [
         name
         for name, module in base.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == depth
     ]
+    if text is not model.config:
+        towers = [name for name, m in base.named_modules() if getattr(m, "config", None) is text]
+        paths = [path for path in paths if any(path.startswith(f"{tower}.") for tower in towers)]
     if paths:
         nesting = min(path.count(".") for path in paths)
         paths = [path for path in paths if path.count(".") == nesting]
@@ -112,38 +124,8 @@ def decoder_path(model: PreTrainedModel) -> str:
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the list of decoder layers of a causal LM."""
-    from torch import nn
-
-    layers = base_model(model).get_submodule(decoder_path(model))
-    if not isinstance(layers, nn.ModuleList):  # pragma: no cover - guaranteed by decoder_path
-        raise UnsupportedModelError(f"{decoder_path(model)} is not a list of layers.")
+    layers: nn.ModuleList = base_model(model).get_submodule(decoder_path(model))  # type: ignore[assignment]
     return layers
-
-
-def check_causal(model: PreTrainedModel) -> None:
-    """Check by a forward pass of a few tokens that no position sees a later one.
-
-    Raises:
-        UnsupportedModelError: If changing the last token changes an earlier output: the model is
-            an encoder, and removing layers by next-token statistics makes no sense.
-    """
-    import torch
-
-    vocabulary = len(input_embeddings(model))
-    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]], device=input_device(model)) % vocabulary
-    training = model.training
-    model.eval()  # dropout is random
-    try:
-        with torch.no_grad():
-            states = base_model(model)(input_ids=ids, use_cache=False)[0]
-    finally:
-        model.train(training)
-    # What is not finite is reported by the sweep, with its layer.
-    if not torch.allclose(states[0, :-1], states[1, :-1], rtol=1e-3, atol=1e-3, equal_nan=True):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} (model_type {model.config.model_type!r}) attends to later "
-            "tokens: it is an encoder. Allowed: decoder-only causal language models."
-        )
 
 
 def share_tensors(model: PreTrainedModel) -> PreTrainedModel:
@@ -158,11 +140,44 @@ def share_tensors(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
+def pruned_config(config: Any, plan: PruningPlan) -> Any:
+    """Return a copy of a config as it must read after the plan's removal.
+
+    The copy is made anew from its own values, so it is what a reload will hold.
+
+    Raises:
+        UnsupportedModelError: If a per-layer field cannot be carried over, or if the config class
+            turns one of them into something else.
+    """
+    new = copy.deepcopy(config)
+    changes = depth_fields(text_config(config), plan.kept, plan.num_layers)
+    vars(text_config(new)).update(changes)
+    try:
+        rebuilt = type(new).from_dict(new.to_dict())
+    except Exception as error:  # config classes validate in many ways
+        reason = str(error).strip().splitlines()[0]
+        raise UnsupportedModelError(
+            f"model_type {config.model_type!r} has no config for the kept layers {plan.kept} "
+            f"({type(error).__name__}: {reason})."
+        ) from error
+    for name, value in changes.items():
+        found = getattr(text_config(rebuilt), name, None)
+        same = list(found) == value if isinstance(found, list | tuple) else found == value
+        if not same:
+            raise UnsupportedModelError(
+                f"model_type {config.model_type!r} cannot keep the layers {plan.kept}: its config "
+                f"turns `{name}` from {value!r} into {found!r}."
+            )
+    return new
+
+
 def remove_layers_(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """Remove decoder layers in place.
 
     The list is shortened, every module that remembers its layer's index is renumbered, and the
-    config's depth and per-layer fields follow. Removing nothing changes nothing.
+    config's depth and per-layer fields follow. Before that a model without weights is built from
+    the new config and compared: what a reload would make of the kept layers must be what they are.
+    Removing nothing changes nothing.
 
     Args:
         model: A causal LM.
@@ -173,39 +188,35 @@ def remove_layers_(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedM
 
     Raises:
         PlanError: If a layer is outside the model, named twice, or none would stay.
-        UnsupportedModelError: If the config cannot describe the shorter model; nothing is changed.
+        UnsupportedModelError: If the config cannot describe the shorter model, or a constant that
+            depends on a layer's index would change by a reload; nothing is changed.
     """
+    from .model_checks import compare_with_reload, depth_attributes, rebuild_without_weights
+
     stack = decoder_layers(model)
     plan = PruningPlan(len(stack), tuple(layers))
     if not plan.removed:
         return model
     config = text_config(model.config)
-    changes = depth_fields(config, plan.kept)
+    fresh = rebuild_without_weights(model, pruned_config(model.config, plan))
+    fresh_stack = decoder_layers(fresh)
+    compare_with_reload(stack, fresh_stack, plan, model.config.model_type)
+    outside = depth_attributes(model, fresh, decoder_path(model))
     kept = [stack[layer] for layer in plan.kept]
     del stack[:]
-    for new_index, (old_index, layer) in enumerate(zip(plan.kept, kept, strict=True)):
-        _renumber(layer, old_index, new_index)
+    for layer, twin in zip(kept, fresh_stack, strict=True):
+        _renumber(layer, twin)
         stack.append(layer)
-    for name, value in changes.items():
-        setattr(config, name, value)
+    for module, name, value in outside:
+        setattr(module, name, value)
+    vars(config).update(depth_fields(config, plan.kept, plan.num_layers))
     return model
 
 
-def _renumber(layer: nn.Module, old_index: int, new_index: int) -> None:
-    for module in layer.modules():
+def _renumber(layer: nn.Module, twin: nn.Module) -> None:
+    """Give a layer the index attributes that its twin in a rebuilt model has."""
+    twins = dict(twin.named_modules())
+    for path, module in layer.named_modules():
         for name in LAYER_INDEX_ATTRIBUTES:
-            if vars(module).get(name) == old_index:
-                setattr(module, name, new_index)
-
-
-def pruned_config(config: Any, plan: PruningPlan) -> Any:
-    """Return a copy of a config as it must read after the plan's removal.
-
-    Raises:
-        UnsupportedModelError: If a per-layer field cannot be carried over.
-    """
-    new = copy.deepcopy(config)
-    target = text_config(new)
-    for name, value in depth_fields(text_config(config), plan.kept).items():
-        setattr(target, name, value)
-    return new
+            if name in vars(module):
+                setattr(module, name, getattr(twins[path], name))

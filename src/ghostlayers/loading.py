@@ -257,10 +257,6 @@ def _forget_quantization(model: PreTrainedModel) -> None:
         for attribute in GGUF_TRACES:
             if attribute in vars(holder):
                 delattr(holder, attribute)
-    config = model.config.get_text_config(decoder=True)
-    if isinstance(getattr(config, "rms_norm_eps", None), float):
-        # GGUF stores it as float32; 9.99999974e-06 is 1e-05.
-        config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
 
 
 def _one_line(what: str, error: BaseException) -> str:

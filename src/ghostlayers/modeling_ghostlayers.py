@@ -7,12 +7,13 @@ or last where the removed run ended the model. `GhostLlamaConfig` and so on are 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -191,13 +192,50 @@ class _FamilyModel:
         wants_info = kwargs.pop("output_loading_info", False)
         lenient = kwargs.pop("ignore_mismatched_sizes", False)
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, info = super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
+        with _converting(cls):
+            model, info = super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
         for kind in ("missing", "mismatched", "unexpected"):
             keys = sorted(k if isinstance(k, str) else k[0] for k in info[f"{kind}_keys"])
             every = kind == "mismatched" and not lenient
             if keys := [key for key in keys if every or ".ghost_" in key]:
                 raise RuntimeError(f"checkpoint has {kind} tensors: {', '.join(keys)}")
         return (model, info) if wants_info else model
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Like the stock method."""
+        with _converting(type(self)):
+            return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
+
+def _claim_conversion(name: str, stock: Any) -> set[str]:
+    """Gives a class the weight conversion of its stock class (experts are fused on loading).
+
+    Transformers 5 looks it up by class name and leaves custom code out. Returns the names that
+    are let in, so that a claim can be taken back.
+    """
+    conversion = sys.modules.get("transformers.conversion_mapping")
+    if conversion is None:
+        return set()
+    get = conversion.get_checkpoint_conversion_mapping
+    if mapping := get(stock.__name__) or get(stock.config_class.model_type):
+        conversion.register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
+    claimed: set[str] = conversion.USER_REGISTERED_MAPPINGS
+    return claimed
+
+
+@contextlib.contextmanager
+def _converting(cls: Any) -> Iterator[None]:
+    """Lets a base model convert its weights when it is the outermost model, and only then.
+
+    Inside a causal LM, whose own claim covers it, its weights would be converted twice.
+    """
+    claimed: set[str] = set()
+    if cls._auto_class == "AutoModel":
+        claimed = _claim_conversion(cls.__name__, cls.__mro__[2])
+    try:
+        yield
+    finally:
+        claimed.discard(cls.__name__)
 
 
 def _ghost(stock: Any) -> Any:
@@ -216,11 +254,8 @@ def _ghost(stock: Any) -> Any:
         model_type = stock.config_class.model_type
         causal = stock.__name__ in _model_names(model_type)["AutoModelForCausalLM"]
         body["_auto_class"] = "AutoModelForCausalLM" if causal else "AutoModel"
-        # Transformers 5 fuses experts on loading, but by class name and not for custom code.
-        if conversion := sys.modules.get("transformers.conversion_mapping"):
-            get = conversion.get_checkpoint_conversion_mapping
-            if mapping := get(stock.__name__) or get(model_type):
-                conversion.register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
+        if causal:
+            _claim_conversion(name, stock)
     ghost = _CLASSES.setdefault(stock, type(name, bases, body))
     if issubclass(stock, PretrainedConfig):
         for auto, models in _model_names(stock.model_type).items():

@@ -7,7 +7,7 @@ plan + operators -> a pruned model that shares the dense model's tensors
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +15,22 @@ import torch
 
 from .calibration import Windows, resolve_window, sampled_windows, text_windows
 from .config import PruneConfig
-from .decoder import check_causal, decoder_layers, decoder_path, remove_layers_, share_tensors
-from .errors import CalibrationError, UnsupportedModelError
-from .modeling_ghostlayers import attach_operators_ as attach_zero_operators_
-from .moments import MomentAccumulator, SplitMoments
-from .operators import NO_OPERATOR, OperatorFit, get_operator
+from .decoder import num_decoder_layers, remove_layers_, share_tensors, text_config
+from .errors import CalibrationError
+from .layer_fields import protected_layers
+from .model_checks import check_cache, check_causal, check_reloadable
+from .operators import NO_OPERATOR, OperatorFit
 from .plan import Boundary, PruningPlan, check_num_remove, parse_layers, removable_layers
 from .records import FORMAT_VERSION, versions
-from .selectors import SelectionContext, get_selector
-from .similarity import Similarity, SimilarityAccumulator
-from .sweep import Batch, batches_of, split_batch, sweep
+from .similarity import Similarity
+from .steps import (
+    attach_operators_,
+    collect_moments,
+    fit_operator,
+    measure_similarity,
+    select_layers,
+)
+from .sweep import batches_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,146 +57,6 @@ class PruneResult:
     warnings: tuple[str, ...] = field(default=())
 
 
-def measure_similarity(
-    model: PreTrainedModel, batches: Iterable[Batch], *, progress: bool = True
-) -> Similarity:
-    """Run the first sweep: mean cosine similarity between all hidden states.
-
-    Args:
-        model: The dense model.
-        batches: (B, T) int64 ids, or mappings with `input_ids` and `attention_mask`.
-        progress: Show a progress bar when standard error is a terminal.
-
-    Returns:
-        S over states 0..L, (L+1, L+1) float64.
-
-    Raises:
-        CalibrationError: If no token is counted or a state is not finite.
-    """
-    accumulator = SimilarityAccumulator(len(decoder_layers(model)))
-    sweep(model, batches, [accumulator], description="similarity", progress=progress)
-    return accumulator.result()
-
-
-def select_layers(
-    similarity: Similarity,
-    *,
-    selector: str = "lorp",
-    num_remove: int,
-    num_clusters: int | None = None,
-    allowed: Sequence[int] | None = None,
-    seed: int = 0,
-) -> PruningPlan:
-    """Choose the layers to remove.
-
-    Args:
-        similarity: From `measure_similarity`.
-        selector: Name of the method.
-        num_remove: Budget k.
-        num_clusters: Clusters of `lorp`; None applies its policy.
-        allowed: Layers that may go; None protects the first and the last layer.
-        seed: Seed of the clustering.
-
-    Returns:
-        The plan.
-
-    Raises:
-        PlanError: If the budget is below 1 or above the number of allowed layers.
-    """
-    depth = similarity.num_layers
-    allowed = removable_layers(depth) if allowed is None else tuple(allowed)
-    check_num_remove(num_remove, depth, allowed)
-    context = SelectionContext(similarity, num_remove, tuple(allowed), num_clusters, seed)
-    return PruningPlan(depth, tuple(get_selector(selector)(context)))
-
-
-def collect_moments(
-    model: PreTrainedModel,
-    batches: Sequence[Batch],
-    boundaries: Sequence[Boundary],
-    *,
-    progress: bool = True,
-) -> dict[Boundary, SplitMoments]:
-    """Run the second sweep: float64 second moments at the boundaries of one or more plans.
-
-    Layers behind the last boundary are not run where the architecture allows to leave them out.
-
-    Args:
-        model: The dense model.
-        batches: As for `measure_similarity`; a sequence, since its length decides the split.
-        boundaries: Boundaries to measure.
-        progress: Show a progress bar when standard error is a terminal.
-
-    Returns:
-        Moments by boundary: XᵀX and XᵀΔ are (C, C) float64.
-
-    Raises:
-        CalibrationError: If no token is counted or a state is not finite.
-    """
-    ids = [split_batch(batch)[0] for batch in batches]
-    if not ids:
-        raise CalibrationError("no calibration tokens: no batch was given.")
-    accumulator = MomentAccumulator(
-        boundaries,
-        num_windows=sum(part.shape[0] for part in ids),
-        window=max(part.shape[1] for part in ids),
-    )
-    depth, last = len(decoder_layers(model)), max(boundary.stop for boundary in boundaries)
-    prefix = model
-    if last < depth:
-        try:
-            prefix = remove_layers_(share_tensors(model), range(last, depth))
-        except UnsupportedModelError:
-            prefix = model  # its config cannot say so: run the layers behind the cut as well
-    sweep(prefix, batches, [accumulator], description="moments", progress=progress)
-    return accumulator.result()
-
-
-def fit_operator(
-    moments: SplitMoments,
-    *,
-    operator: str = "ghost",
-    ridge: float = 0.0,
-    dtype: torch.dtype = torch.float64,
-) -> OperatorFit:
-    """Fit one operator from a boundary's moments.
-
-    Args:
-        moments: From `collect_moments`.
-        operator: Name of the method.
-        ridge: Relative ridge.
-        dtype: Dtype in which the operator will be stored; the errors are those after rounding.
-
-    Returns:
-        The fit.
-    """
-    return get_operator(operator)(moments, ridge=ridge, dtype=dtype)
-
-
-def attach_operators_(
-    model: PreTrainedModel, plan: PruningPlan, fits: Mapping[Boundary, OperatorFit]
-) -> PreTrainedModel:
-    """Put fitted operators into a pruned model, in place; its class becomes a Ghost class.
-
-    Args:
-        model: The pruned model.
-        plan: The plan by which it was pruned.
-        fits: One fit per boundary.
-
-    Returns:
-        The same model.
-    """
-    specs = []
-    for boundary in fits:
-        layer, side = plan.operator_site(boundary)
-        specs.append({"layer": layer, "side": side})
-    modules = attach_zero_operators_(model, specs, decoder_path=decoder_path(model))
-    with torch.no_grad():
-        for module, fit in zip(modules, fits.values(), strict=True):
-            module.map.weight.copy_(fit.tensors["m"].T)  # nn.Linear stores the transpose
-    return model
-
-
 def calibration_windows(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -214,22 +80,44 @@ def calibration_windows(
     )
 
 
-def resolve_plan(config: PruneConfig, num_layers: int) -> PruningPlan | None:
-    """Check a configuration against a depth, before any weight is loaded.
+def allowed_layers(config: PruneConfig, model_config: Any) -> tuple[int, ...]:
+    """List the layers that a selector may remove from a model."""
+    depth = num_decoder_layers(model_config)
+    return removable_layers(
+        depth,
+        protect_first=config.protect_first,
+        protect_last=config.protect_last,
+        protected=protected_layers(text_config(model_config), depth),
+    )
+
+
+def resolve_plan(config: PruneConfig, model_config: Any) -> PruningPlan | None:
+    """Check a configuration against a model's config, before any weight is loaded.
 
     Returns:
         The plan if `layers` names it, or None if a selector has to choose.
 
     Raises:
         PlanError: If the layers or the budget do not fit the depth.
+        UnsupportedModelError: If the config has no depth.
     """
+    depth = num_decoder_layers(model_config)
     if config.layers is not None:
-        return PruningPlan(num_layers, parse_layers(config.layers, num_layers))
-    allowed = removable_layers(
-        num_layers, protect_first=config.protect_first, protect_last=config.protect_last
-    )
-    check_num_remove(int(config.num_remove or 0), num_layers, allowed)
+        return PruningPlan(depth, parse_layers(config.layers, depth))
+    check_num_remove(int(config.num_remove or 0), depth, allowed_layers(config, model_config))
     return None
+
+
+def cut(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
+    """Return the pruned model; it shares the dense model's tensors.
+
+    Raises:
+        UnsupportedModelError: If the config cannot describe it, a reload would change it, or its
+            cache does not work.
+    """
+    pruned = remove_layers_(share_tensors(model), plan.removed)
+    check_cache(pruned, what=f"the model without layers {list(plan.removed)}")
+    return pruned
 
 
 def prune(
@@ -265,9 +153,11 @@ def prune(
         >>> gl.save_pruned(result, "out")                                        # doctest: +SKIP
     """
     config = config or PruneConfig(**settings)
-    depth = len(decoder_layers(model))
-    plan = resolve_plan(config, depth)
+    plan = resolve_plan(config, model.config)
+    check_reloadable(model)
     check_causal(model)
+    check_cache(model, what="the dense model")
+    pruned = None if plan is None else cut(model, plan)
     if isinstance(windows, torch.Tensor):
         windows = Windows(windows, "windows given in", bos_per_window=False)
     if windows is None and (plan is None or config.recover != NO_OPERATOR):
@@ -284,11 +174,11 @@ def prune(
             selector=config.select,
             num_remove=int(config.num_remove or 0),
             num_clusters=config.num_clusters,
-            allowed=removable_layers(
-                depth, protect_first=config.protect_first, protect_last=config.protect_last
-            ),
+            allowed=allowed_layers(config, model.config),
             seed=config.seed,
         )
+    if pruned is None:
+        pruned = cut(model, plan)
     fits: dict[Boundary, OperatorFit] = {}
     if config.recover != NO_OPERATOR:
         moments = collect_moments(model, batches, plan.boundaries, progress=progress)
@@ -299,8 +189,6 @@ def prune(
                 ridge=config.ridge,
                 dtype=model.dtype,
             )
-    pruned = remove_layers_(share_tensors(model), plan.removed)
-    if fits:
         attach_operators_(pruned, plan, fits)
     return PruneResult(
         model=pruned,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .decoder import base_model, check_ids, decoder_layers, input_device
-from .errors import CalibrationError
+from .errors import CalibrationError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -139,9 +139,11 @@ def sweep(
     base, layers = base_model(model), decoder_layers(model)
     wanted = {state for accumulator in accumulators for state in accumulator.states}
     captured: dict[int, Tensor] = {}
-    flat = torch.empty(0, dtype=torch.long)
+    flat, shape = torch.empty(0, dtype=torch.long), (0, 0)
 
     def keep(index: int, state: Tensor) -> None:
+        if index in captured or state.ndim != 3 or tuple(state.shape[:2]) != shape:
+            raise UnsupportedModelError(_not_one_stream(model, index, state, index in captured))
         rows = state.detach().flatten(0, -2)[flat.to(state.device)]  # (N, C), a copy
         check_finite(index, rows)
         captured[index] = rows if rows.dtype == torch.float64 else rows.float()
@@ -159,6 +161,7 @@ def sweep(
                 check_ids(model, ids)
                 rows, flat = token_rows(ids, mask, window)
                 window += ids.shape[0]
+                shape = (ids.shape[0], ids.shape[1])
                 if not len(flat):
                     continue
                 inputs = {"input_ids": ids.to(device)}
@@ -174,6 +177,15 @@ def sweep(
         captured.clear()
     finally:
         model.train(training)
+
+
+def _not_one_stream(model: PreTrainedModel, index: int, state: Tensor, repeated: bool) -> str:
+    found = "runs more than once per forward pass" if repeated else f"is {tuple(state.shape)}"
+    return (
+        f"{type(model).__name__} (model_type {model.config.model_type!r}): hidden state {index} "
+        f"{found}; one (batch, positions, channels) state per layer is needed to measure it. Name "
+        "the layers (`layers`) and use `recover` none."
+    )
 
 
 def check_finite(index: int, state: Tensor) -> None:
