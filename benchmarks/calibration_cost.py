@@ -10,6 +10,8 @@ peak memory above the loaded model for 8 and for 64 windows.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import multiprocessing
 import resource
 import statistics
@@ -51,18 +53,24 @@ def peak_megabytes(path: str, num_windows: int, window: int, queue: multiprocess
     """In a process of its own: peak memory of a pruning run above the loaded model."""
     model = load_model(locate(path))
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    warm_up = random_windows(vocabulary, 1, window)
-    bare_seconds(model, warm_up, 1)
-    reset_peak()
-    before = resident_megabytes()
-    gl.prune(
-        model,
-        windows=random_windows(vocabulary, num_windows, window),
-        num_remove=5,
-        select="streamline",
-        progress=False,
-    )
+    for windows in (2, num_windows):  # the first run is a warm-up of the allocator
+        release_free_memory()
+        reset_peak()
+        before = resident_megabytes()
+        gl.prune(
+            model,
+            windows=random_windows(vocabulary, windows, window),
+            num_remove=5,
+            select="streamline",
+            progress=False,
+        )
     queue.put(peak_resident_megabytes() - before)
+
+
+def release_free_memory() -> None:
+    """Give memory that is free inside the process back, or it hides what is allocated next."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def reset_peak() -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .sweep import TokenRows
 
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,16 @@ class SimilarityAccumulator:
         """
         import torch
 
-        count = states[0].shape[0]
+        count, size = states[0].shape
+        shape = (len(self.states), min(CHUNK_TOKENS, count), size)
+        unit = torch.empty(shape, dtype=states[0].dtype, device=states[0].device)
         for first in range(0, count, CHUNK_TOKENS):
-            unit = torch.stack(
-                [
-                    torch.nn.functional.normalize(
-                        states[index][first : first + CHUNK_TOKENS].to(states[0].device), dim=-1
-                    )
-                    for index in self.states
-                ]
-            ).flatten(1)  # (L+1, n·C)
-            self.total += (unit @ unit.T).double().cpu().numpy()
+            chunk = unit[:, : min(CHUNK_TOKENS, count - first)]
+            for index in self.states:
+                rows = states[index][first : first + CHUNK_TOKENS]
+                chunk[index] = torch.nn.functional.normalize(rows, dim=-1)
+            flat = chunk.flatten(1)  # (L+1, n·C)
+            self.total += (flat @ flat.T).double().cpu().numpy()
         self.num_tokens += count
 
     def result(self) -> Similarity:
