@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from .steps import (
         attach_operators_,
         collect_moments,
+        find_massive_tokens,
         fit_operator,
+        fit_sink_rules,
         measure_similarity,
         select_layers,
     )
@@ -63,7 +65,9 @@ _EXPORTS = {
     "analyze": "analysis",
     "attach_operators_": "steps",
     "collect_moments": "steps",
+    "find_massive_tokens": "steps",
     "fit_operator": "steps",
+    "fit_sink_rules": "steps",
     "load_pruned": "checkpoint",
     "measure_similarity": "steps",
     "perplexity": "evaluation",

@@ -14,7 +14,7 @@ from typing import Any
 
 from .config import PruneConfig
 from .errors import CalibrationError, CheckpointError, GhostlayersError
-from .records import plain, read_record, versions, write_json
+from .records import has_operators, plain, read_record, versions, write_json
 from .tables import bar, boundary_table, render_table
 from .text_sources import check_source
 
@@ -136,7 +136,7 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     if config.recover != NO_OPERATOR:
         print(boundary_table(record["boundaries"]))
     print(f"\nwritten to {out}. Load it:\n")
-    print(load_snippet(str(out), has_operators=config.recover != NO_OPERATOR))
+    print(load_snippet(str(out), has_operators=has_operators(record)))
     return {"out": str(out), **record}
 
 

@@ -34,7 +34,9 @@ class PruneConfig:
     select: str = _option("lorp", "which layers go", choices=selector_names)
     recover: str = _option("ghost", "operator put at each boundary", choices=operator_names)
     ridge: float = _option(
-        0.0, "relative ridge: lambda * trace(gram) / C is added to the diagonal; 0 = minimum norm"
+        0.0,
+        "relative ridge: lambda * trace(gram) / C is added to the diagonal; 0 = minimum norm "
+        "(ghost) or chosen on held-out windows (ghost-robust)",
     )
     num_clusters: int | None = _option(
         None, "clusters of lorp (default: 2, 3 or 4, by the Representation Locality Score)"

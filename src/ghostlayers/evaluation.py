@@ -80,19 +80,8 @@ def perplexity(
             "ids with n of 1 or more and T of 2 or more."
         )
     check_ids(model, windows.ids)
-    device = input_device(model)
     dtype = str(model.dtype).removeprefix("torch.")
-    training = model.training
-    model.eval()
-    losses: list[float] = []
-    try:
-        with torch.no_grad():
-            batches = batches_of(windows.ids, batch_size)
-            for ids in tqdm(batches, desc="perplexity", disable=None if progress else True):
-                logits = model(input_ids=ids.to(device), use_cache=False).logits
-                losses += _window_losses(logits, ids)
-    finally:
-        model.train(training)
+    losses = window_losses(model, windows.ids, batch_size=batch_size, progress=progress)
     if not all(math.isfinite(loss) for loss in losses):
         raise CalibrationError(
             f"the logits are not finite in {dtype}: use float32 or bfloat16, or check the weights."
@@ -105,6 +94,29 @@ def perplexity(
         dtype=dtype,
         windows=windows,
     )
+
+
+@torch.no_grad()
+def window_losses(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    *,
+    batch_size: int = 1,
+    description: str = "perplexity",
+    progress: bool = True,
+) -> list[float]:
+    """Mean next-token cross-entropy of each of (n, T) windows, in nats; it may not be finite."""
+    device, training = input_device(model), model.training
+    losses: list[float] = []
+    model.eval()
+    try:
+        batches = batches_of(ids, batch_size)
+        for part in tqdm(batches, desc=description, disable=None if progress else True):
+            logits = model(input_ids=part.to(device), use_cache=False).logits
+            losses += _window_losses(logits, part)
+    finally:
+        model.train(training)
+    return losses
 
 
 def _window_losses(logits: torch.Tensor, ids: torch.Tensor) -> list[float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .operators import NO_OPERATOR
 from .plan import format_layers
+from .records import has_operators
 
 
 def load_snippet(path: str, *, has_operators: bool) -> str:
@@ -34,7 +34,7 @@ def model_card(record: dict[str, Any]) -> str:
         header.append(f"base_model: {base}")
     header += ["tags:", "- ghostlayers", "- depth-pruning", "---", ""]
     depth, removed = record["num_layers"], record["removed"]
-    has_operators = record["recover"] != NO_OPERATOR
+    operators = has_operators(record)
     lines = [
         *header,
         "# Depth-pruned model",
@@ -51,17 +51,23 @@ def model_card(record: dict[str, Any]) -> str:
         "",
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        load_snippet("PATH", has_operators=has_operators),
+        load_snippet("PATH", has_operators=operators),
         "```",
         "",
     ]
-    if has_operators:
+    if operators:
         lines += [
             "The operators that stand in for the removed layers are small modules inside the "
             "decoder layers (`modeling_ghostlayers.py`). `trust_remote_code=True` is not needed "
             "after `import ghostlayers`. Loaders that would drop them raise an error.",
             "",
             *_boundary_table(record["boundaries"]),
+        ]
+    elif record["recover"] != "none":
+        lines += [
+            "No operator was kept: on held-out calibration windows none won back enough of what "
+            "the cut loses. This is a stock checkpoint.",
+            "",
         ]
     lines += ["The whole record is in `ghostlayers.json`.", ""]
     return "\n".join(lines)

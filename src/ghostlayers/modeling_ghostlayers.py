@@ -28,6 +28,7 @@ MODEL_TYPE = "ghostlayers"
 # LlamaForCausalLM.from_pretrained would warn about the model_type and run without the operators.
 SENTINEL = "ghostlayers checkpoint: load with trust_remote_code=True or after `import ghostlayers`"
 _OPTIONAL: dict[str, Any] = {"rank": None, "bias": False, "sink_threshold": None}
+_OPTIONAL |= {"sink_cosine": None}
 _CLASSES: dict[type, Any] = {}
 Specs = Sequence[Mapping[str, Any]]
 
@@ -39,7 +40,9 @@ def _check_specs(specs: Specs, depth: int, hidden_size: int) -> list[dict[str, A
         if wrong := {"layer", "side", *_OPTIONAL} ^ set(spec):
             raise ValueError(f"operators: unknown or missing keys {sorted(wrong)} in {spec}")
         layer, rank, sink = spec["layer"], spec["rank"], spec["sink_threshold"]
+        cosine = spec["sink_cosine"]
         is_sink = sink is None or type(sink) in (int, float) and 0 < sink < math.inf
+        is_cosine = cosine is None or type(cosine) in (int, float) and -1 < cosine < 1
         is_rank = rank is None or type(rank) is int and 0 < rank <= hidden_size
         for key, valid, allowed in (
             ("layer", type(layer) is int and 0 <= layer < depth, f"0 to {depth - 1}"),
@@ -47,6 +50,8 @@ def _check_specs(specs: Specs, depth: int, hidden_size: int) -> list[dict[str, A
             ("rank", is_rank, f"None or 1 to {hidden_size}"),
             ("bias", isinstance(spec["bias"], bool), "True or False"),
             ("sink_threshold", is_sink, "None or a positive finite number"),
+            ("sink_cosine", is_cosine, "None or a number between -1 and 1"),
+            ("sink_cosine", sink is None or cosine is None, "None beside sink_threshold"),
         ):
             if not valid:
                 raise ValueError(f"operators: {key} must be {allowed}, got {spec[key]!r}")
@@ -60,12 +65,13 @@ class GhostOperator(nn.Module):
     """The map y = x + x M that stands in for a removed run of layers; zero parameters: y = x.
 
     C is the hidden size, r the rank. Parameters are `map.weight` (C, C), or `down.weight` (r, C)
-    and `up.weight` (C, r); `bias` (C,) is added; tokens whose L2 norm exceeds `sink_threshold` get
-    y = x + `shift` (C,). Maps are plain linears, which serving engines replace by their own.
+    and `up.weight` (C, r); `bias` (C,) is added; tokens whose L2 norm exceeds `sink_threshold`, or
+    whose x / |x| times `sink_direction` (C,) exceeds `sink_cosine`, get y = x + `shift` (C,). Maps
+    are plain linears, which serving engines replace by their own.
 
     Args:
         hidden_size: C.
-        spec: an entry of `config.ghost_operators`; `rank`, `bias`, `sink_threshold` are read.
+        spec: an entry of `config.ghost_operators`; all but `layer` and `side` are read.
         like: device and dtype of the parameters; keywords of torch.zeros.
     """
 
@@ -79,13 +85,18 @@ class GhostOperator(nn.Module):
             return module
 
         self.rank, self.sink_threshold = spec.get("rank"), spec.get("sink_threshold")
+        self.sink_cosine = spec.get("sink_cosine")
         if self.rank is None:
             self.map = linear(hidden_size, hidden_size)
         else:
             self.down, self.up = linear(hidden_size, self.rank), linear(self.rank, hidden_size)
-        for name, wanted in (("bias", spec.get("bias")), ("shift", self.sink_threshold)):
+        directed = self.sink_cosine is not None
+        shifted = directed or self.sink_threshold is not None
+        for name, wanted in (("bias", spec.get("bias")), ("shift", shifted)):
             zero = nn.Parameter(torch.zeros(hidden_size, **like)) if wanted else None
             self.register_parameter(name, zero)
+        fixed = nn.Parameter(torch.zeros(hidden_size, **like), requires_grad=False)
+        self.register_parameter("sink_direction", fixed if directed else None)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Maps (..., C) to (..., C) of the same dtype."""
@@ -94,7 +105,14 @@ class GhostOperator(nn.Module):
         if self.bias is not None:
             delta = delta + self.bias
         if self.shift is not None:
-            sink = hidden_states.float().norm(dim=-1, keepdim=True) > self.sink_threshold
+            states = hidden_states.float()
+            norm = states.norm(dim=-1, keepdim=True)
+            if self.sink_direction is None:
+                sink = norm > self.sink_threshold
+            else:
+                direction: Any = self.sink_direction  # no matmul: autocast would round it
+                score = (states * direction.float()).sum(dim=-1, keepdim=True)
+                sink = score > self.sink_cosine * norm
             delta = torch.where(sink, self.shift.to(delta.dtype), delta)  # type: ignore[arg-type]
         return hidden_states + delta.to(hidden_states.dtype)
 
@@ -329,7 +347,8 @@ def attach_operators_(
 
     Args:
         model: a causal LM of a transformers class, pruned already.
-        specs: dicts of "layer", "side" and, optional, "rank", "bias", "sink_threshold".
+        specs: dicts of "layer", "side" and, optional, "rank", "bias", and "sink_threshold" or
+            "sink_cosine".
         decoder_path: dotted path from the base model to the decoder layers, such as "layers".
 
     Returns:

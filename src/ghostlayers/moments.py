@@ -7,8 +7,8 @@ Legend: N counted tokens, C hidden size. Hidden states are rows: X (N, C) enters
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -92,7 +92,82 @@ class BoundaryMoments:
 
 
 @dataclass
-class SplitMoments:
+class RobustMoments:
+    """Scale-free moments of ordinary tokens, and the states of the few massive ones.
+
+    Weighting a token with 1/‖x‖² is the same as dividing its x and y by ‖x‖: the moments do not
+    change when all states are scaled, and tr(G) is N. Massive tokens are at most a few per window,
+    so their states are kept as they are.
+
+    Attributes:
+        ordinary: Moments of x/‖x‖ and y/‖x‖ over the ordinary tokens.
+        unit_sum: (C,) float64, Σ x/‖x‖ over them.
+        massive: (x, y) pairs of (n, C) float64, batch by batch.
+    """
+
+    ordinary: BoundaryMoments
+    unit_sum: Tensor
+    massive: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def zeros(cls, size: int, device: torch.device | str = "cpu") -> RobustMoments:
+        """Return empty moments for hidden size `size`."""
+        unit_sum = torch.zeros(size, dtype=torch.float64, device=device)
+        return cls(BoundaryMoments.zeros(size, device), unit_sum)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, massive ones included."""
+        return self.ordinary.num_tokens + sum(len(x) for x, _ in self.massive)
+
+    def massive_states(self) -> tuple[Tensor, Tensor]:
+        """Return x and y of the massive tokens, (n, C) float64 each; n may be 0."""
+        empty = self.unit_sum.new_zeros(0, len(self.unit_sum))
+        parts = [(empty, empty), *self.massive]
+        return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+    def add(self, x: Tensor, y: Tensor, massive: Tensor) -> None:
+        """Add tokens.
+
+        Args:
+            x: (n, C), states that enter the boundary; cast to float64 before any product.
+            y: (n, C), states that should leave it.
+            massive: (n,) bool.
+        """
+        x = x.to(self.unit_sum.device, torch.float64)
+        y = y.to(self.unit_sum.device, torch.float64)
+        massive = massive.to(x.device)
+        if massive.any():
+            self.massive.append((x[massive], y[massive]))
+        self.add_ordinary(x[~massive], y[~massive])
+
+    def add_ordinary(self, x: Tensor, y: Tensor) -> None:
+        """Add ordinary tokens, (n, C) float64; a state of length 0 says nothing and counts so."""
+        norms = x.norm(dim=1, keepdim=True)
+        norms = torch.where(norms > 0, norms, torch.full_like(norms, torch.inf))
+        self.unit_sum += (x / norms).sum(dim=0)
+        self.ordinary.add(x / norms, y / norms)
+
+    def as_ordinary(self) -> RobustMoments:
+        """Return the same tokens with the massive ones counted as ordinary."""
+        every = RobustMoments.zeros(len(self.unit_sum), self.unit_sum.device)
+        every.add_ordinary(*self.massive_states())
+        return RobustMoments(self.ordinary + every.ordinary, self.unit_sum + every.unit_sum)
+
+    def __add__(self, other: RobustMoments) -> RobustMoments:
+        """Return the moments of both sets of tokens together."""
+        return RobustMoments(
+            ordinary=self.ordinary + other.ordinary,
+            unit_sum=self.unit_sum + other.unit_sum.to(self.unit_sum.device),
+            massive=[*self.massive, *other.massive],
+        )
+
+
+MomentsT = TypeVar("MomentsT", BoundaryMoments, RobustMoments)
+
+
+@dataclass
+class SplitMoments(Generic[MomentsT]):
     """Moments of one boundary, split into a fitting part and a held-out part.
 
     Every fourth window is held out; a single window is split by position, its last quarter held
@@ -101,13 +176,19 @@ class SplitMoments:
     """
 
     boundary: Boundary
-    fit: BoundaryMoments
-    held_out: BoundaryMoments
+    fit: MomentsT
+    held_out: MomentsT
 
     @property
-    def total(self) -> BoundaryMoments:
+    def total(self) -> MomentsT:
         """Moments of all counted tokens."""
         return self.fit + self.held_out
+
+
+def held_out_windows(num_windows: int) -> list[int]:
+    """List the windows that are held out; a single window is split by position instead."""
+    every = min(HELD_OUT_EVERY, num_windows)
+    return list(range(every - 1, num_windows, every)) if num_windows > 1 else []
 
 
 class MomentAccumulator:
@@ -119,6 +200,8 @@ class MomentAccumulator:
         window: Longest window in tokens, for the split of a single window.
         device: Where to keep the moments; None keeps them where the states are, or on the CPU
             if that device has no float64.
+        massive: (N,) bool, the massive tokens in the order of the sweep; with it the moments are
+            `RobustMoments`.
     """
 
     def __init__(
@@ -128,6 +211,7 @@ class MomentAccumulator:
         num_windows: int,
         window: int,
         device: torch.device | str | None = None,
+        massive: Tensor | None = None,
     ) -> None:
         self.boundaries = tuple(boundaries)
         self.states: Sequence[int] = tuple(
@@ -136,35 +220,40 @@ class MomentAccumulator:
         self.num_windows = num_windows
         self.window = window
         self.device = device
-        self.moments: dict[Boundary, SplitMoments] = {}
+        self.massive = massive
+        self.seen = 0
+        self.moments: dict[Boundary, SplitMoments[Any]] = {}
 
     def held_out_mask(self, rows: TokenRows) -> Tensor:
         """Return (N,) bool: which tokens are held out."""
         if self.num_windows == 1:
             return rows.position >= self.window - self.window // HELD_OUT_EVERY
-        every = min(HELD_OUT_EVERY, self.num_windows)
+        every = min(HELD_OUT_EVERY, self.num_windows)  # as `held_out_windows` lists them
         return rows.window % every == every - 1
 
     def update(self, states: Mapping[int, Tensor], rows: TokenRows) -> None:
         """Add one batch; see `sweep.Accumulator`."""
         held_out = self.held_out_mask(rows)
+        kind: Any = BoundaryMoments if self.massive is None else RobustMoments
+        massive = None if self.massive is None else self.massive[self.seen :][: len(held_out)]
+        self.seen += len(held_out)
         for boundary in self.boundaries:
             x, y = states[boundary.start], states[boundary.stop]
             if boundary not in self.moments:
                 device = self.device or ("cpu" if x.device.type == "mps" else x.device)
                 self.moments[boundary] = SplitMoments(
                     boundary,
-                    BoundaryMoments.zeros(x.shape[1], device),
-                    BoundaryMoments.zeros(x.shape[1], device),
+                    kind.zeros(x.shape[1], device),
+                    kind.zeros(x.shape[1], device),
                 )
             moments, mask = self.moments[boundary], held_out.to(x.device)
-            y = y.to(x.device)
+            rows_of = [x, y.to(x.device)] + ([] if massive is None else [massive.to(x.device)])
             if held_out.any():
-                moments.held_out.add(x[mask], y[mask])
+                moments.held_out.add(*(part[mask] for part in rows_of))
             if not held_out.all():
-                moments.fit.add(x[~mask], y[~mask])
+                moments.fit.add(*(part[~mask] for part in rows_of))
 
-    def result(self) -> dict[Boundary, SplitMoments]:
+    def result(self) -> dict[Boundary, SplitMoments[Any]]:
         """Return the moments by boundary.
 
         Raises:

@@ -1,7 +1,7 @@
 """Measure, select, recover: the whole job on a model in memory. Read this page first.
 
 windows -> sweep 1 -> Similarity -> selector -> PruningPlan
-windows -> sweep 2 (only up to the last boundary) -> moments -> operator
+windows -> sweep 2 (only up to the last boundary) -> moments -> operator -> guard
 plan + operators -> a pruned model that shares the dense model's tensors
 """
 
@@ -19,18 +19,17 @@ from .decoder import num_decoder_layers, remove_layers_, share_tensors, text_con
 from .errors import CalibrationError
 from .layer_fields import protected_layers
 from .model_checks import check_cache, check_causal, check_reloadable
-from .operators import NO_OPERATOR, OperatorFit
+from .operators import NO_OPERATOR, ROBUST, OperatorFit
 from .plan import Boundary, PruningPlan, check_num_remove, parse_layers, removable_layers
 from .records import FORMAT_VERSION, versions
+from .recovery import Recovery, recover_
 from .similarity import Similarity
 from .steps import (
-    attach_operators_,
-    collect_moments,
-    fit_operator,
     measure_similarity,
     select_layers,
 )
 from .sweep import batches_of
+from .token_classes import NormAccumulator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,7 +42,7 @@ class PruneResult:
     Attributes:
         model: The pruned (and recovered) model. It shares the dense model's tensors.
         plan: What was removed.
-        fits: Fitted operator of each boundary; empty without recovery.
+        fits: Operator of each boundary that has one; empty without recovery.
         record: JSON values: the content of `ghostlayers.json`.
         tokenizer: The dense model's tokenizer, if one was given.
         warnings: What the user should know, one line each.
@@ -166,9 +165,12 @@ def prune(
         windows = calibration_windows(model, tokenizer, config, progress=progress)
     batches = [] if windows is None else batches_of(windows.ids, config.batch_size)
 
-    similarity = None
+    similarity, massive = None, None
     if plan is None:
-        similarity = measure_similarity(model, batches, progress=progress)
+        norms = NormAccumulator(num_decoder_layers(model.config))
+        also = [norms] if config.recover in ROBUST else []
+        similarity = measure_similarity(model, batches, also=also, progress=progress)
+        massive = norms.massive() if also else None
         plan = select_layers(
             similarity,
             selector=config.select,
@@ -179,34 +181,27 @@ def prune(
         )
     if pruned is None:
         pruned = cut(model, plan)
-    fits: dict[Boundary, OperatorFit] = {}
-    if config.recover != NO_OPERATOR:
-        moments = collect_moments(model, batches, plan.boundaries, progress=progress)
-        for boundary in plan.boundaries:
-            fits[boundary] = fit_operator(
-                moments.pop(boundary),
-                operator=config.recover,
-                ridge=config.ridge,
-                dtype=model.dtype,
-            )
-        attach_operators_(pruned, plan, fits)
+    recovery = Recovery()
+    if windows is not None:
+        recovery = recover_(pruned, model, plan, config, windows.ids, massive, progress=progress)
     return PruneResult(
         model=pruned,
         plan=plan,
-        fits=fits,
-        record=_record(config, plan, fits, windows, similarity),
+        fits=recovery.used,
+        record=_record(config, plan, recovery, windows, similarity),
         tokenizer=tokenizer,
-        warnings=tuple(line for fit in fits.values() for line in fit.warnings),
+        warnings=recovery.warnings,
     )
 
 
 def _record(
     config: PruneConfig,
     plan: PruningPlan,
-    fits: Mapping[Boundary, OperatorFit],
+    recovery: Recovery,
     windows: Windows | None,
     similarity: Similarity | None,
 ) -> dict[str, Any]:
+    verdict = recovery.verdict
     boundaries = []
     for boundary in plan.boundaries:
         layer, side = plan.operator_site(boundary)
@@ -215,10 +210,13 @@ def _record(
             "stop": boundary.stop,
             "operator": NO_OPERATOR,
         }
-        if boundary in fits:
-            fit = fits[boundary]
-            entry |= {"operator": fit.name, "layer": layer, "side": side, **fit.diagnostics}
-            entry["warnings"] = list(fit.warnings)
+        if boundary in recovery.fits:
+            fit = recovery.fits[boundary]
+            kept = verdict is None or boundary in verdict.kept
+            entry |= {"operator": fit.name if kept else NO_OPERATOR, "layer": layer, "side": side}
+            entry |= {**fit.diagnostics, "warnings": list(fit.warnings)}
+            if verdict is not None:
+                entry["guard"] = {"candidate": fit.name, **verdict.boundaries.get(boundary, {})}
         boundaries.append(entry)
     return {
         "format_version": FORMAT_VERSION,
@@ -228,6 +226,7 @@ def _record(
         "boundaries": boundaries,
         "selector": "layers" if config.layers is not None else config.select,
         "recover": config.recover,
+        "guard": None if verdict is None else verdict.record,
         "rls": None if similarity is None else similarity.rls,
         "calibration": None if windows is None else windows.record(),
         "seed": config.seed,

@@ -27,6 +27,11 @@ def versions() -> dict[str, str]:
     return found
 
 
+def has_operators(record: dict[str, Any]) -> bool:
+    """Say from a checkpoint's record whether any boundary has an operator."""
+    return any(entry["operator"] != "none" for entry in record["boundaries"])
+
+
 def plain(value: Any) -> Any:
     """Turn a value into JSON types; numbers that are not finite become null."""
     if hasattr(value, "tolist"):

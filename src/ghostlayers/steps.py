@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .decoder import decoder_layers, decoder_path, remove_layers_, share_tensors
 from .errors import CalibrationError, UnsupportedModelError
 from .modeling_ghostlayers import attach_operators_ as attach_zero_operators_
-from .moments import MomentAccumulator, SplitMoments
+from .moments import MomentAccumulator, RobustMoments, SplitMoments
 from .operators import OperatorFit, get_operator
 from .plan import Boundary, PruningPlan, check_num_remove, removable_layers
 from .selectors import SelectionContext, get_selector
 from .similarity import Similarity, SimilarityAccumulator
-from .sweep import Batch, split_batch, sweep
+from .sweep import Accumulator, Batch, split_batch, sweep
+from .token_classes import (
+    NormAccumulator,
+    ScoreAccumulator,
+    SinkRule,
+    cosines,
+    place_threshold,
+    sink_direction,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def measure_similarity(
-    model: PreTrainedModel, batches: Iterable[Batch], *, progress: bool = True
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    *,
+    also: Sequence[Accumulator] = (),
+    progress: bool = True,
 ) -> Similarity:
     """Run the first sweep: mean cosine similarity between all hidden states.
 
     Args:
         model: The dense model.
         batches: (B, T) int64 ids, or mappings with `input_ids` and `attention_mask`.
+        also: Accumulators to feed in the same sweep.
         progress: Show a progress bar when standard error is a terminal.
 
     Returns:
@@ -38,8 +51,21 @@ def measure_similarity(
         CalibrationError: If no token is counted or a state is not finite.
     """
     accumulator = SimilarityAccumulator(len(decoder_layers(model)))
-    sweep(model, batches, [accumulator], description="similarity", progress=progress)
+    sweep(model, batches, [accumulator, *also], description="similarity", progress=progress)
     return accumulator.result()
+
+
+def find_massive_tokens(
+    model: PreTrainedModel, batches: Iterable[Batch], *, progress: bool = True
+) -> torch.Tensor:
+    """Find the tokens that are massive in any hidden state, in one sweep of their norms.
+
+    Returns:
+        (N,) bool over the counted tokens, in the order of the sweep.
+    """
+    accumulator = NormAccumulator(len(decoder_layers(model)))
+    sweep(model, batches, [accumulator], description="token norms", progress=progress)
+    return accumulator.massive()
 
 
 def select_layers(
@@ -79,8 +105,9 @@ def collect_moments(
     batches: Sequence[Batch],
     boundaries: Sequence[Boundary],
     *,
+    massive: torch.Tensor | None = None,
     progress: bool = True,
-) -> dict[Boundary, SplitMoments]:
+) -> dict[Boundary, SplitMoments[Any]]:
     """Run the second sweep: float64 second moments at the boundaries of one or more plans.
 
     Layers behind the last boundary are not run where the architecture allows to leave them out.
@@ -89,6 +116,7 @@ def collect_moments(
         model: The dense model.
         batches: As for `measure_similarity`; a sequence, since its length decides the split.
         boundaries: Boundaries to measure.
+        massive: From `find_massive_tokens`; the moments are then robust ones.
         progress: Show a progress bar when standard error is a terminal.
 
     Returns:
@@ -104,24 +132,76 @@ def collect_moments(
         boundaries,
         num_windows=sum(part.shape[0] for part in ids),
         window=max(part.shape[1] for part in ids),
+        massive=massive,
     )
-    depth, last = len(decoder_layers(model)), max(boundary.stop for boundary in boundaries)
-    prefix = model
-    if last < depth:
-        try:
-            prefix = remove_layers_(share_tensors(model), range(last, depth))
-        except UnsupportedModelError:
-            prefix = model  # its config cannot say so: run the layers behind the cut as well
+    prefix = _prefix(model, max(boundary.stop for boundary in boundaries))
     sweep(prefix, batches, [accumulator], description="moments", progress=progress)
     return accumulator.result()
 
 
+def _prefix(model: PreTrainedModel, last: int) -> PreTrainedModel:
+    """Return the model without the layers from `last` on, if its config can say so."""
+    depth = len(decoder_layers(model))
+    if last == depth:
+        return model
+    try:
+        return remove_layers_(share_tensors(model), range(last, depth))
+    except UnsupportedModelError:
+        return model  # run the layers behind the cut as well
+
+
+def fit_sink_rules(
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    moments: Mapping[Boundary, SplitMoments[RobustMoments]],
+    massive: torch.Tensor,
+    *,
+    progress: bool = True,
+) -> dict[Boundary, SinkRule]:
+    """Find, at each boundary, the direction that tells massive tokens from ordinary ones.
+
+    Args:
+        model: The dense model.
+        batches: A sample of those that the moments are from: where the thresholds are placed.
+        moments: Robust moments by boundary.
+        massive: (N,) bool of the tokens in `batches`.
+        progress: Show a progress bar when standard error is a terminal.
+
+    Returns:
+        A rule for every boundary that has massive tokens; none where there are none.
+    """
+    directions, units = {}, {}
+    for boundary, split in moments.items():
+        total = split.total
+        x, _ = total.massive_states()
+        if len(x) and total.ordinary.num_tokens:
+            unit = x / x.norm(dim=1, keepdim=True).clamp(min=1e-300)
+            ordinary = total.ordinary
+            direction = sink_direction(ordinary.gram, total.unit_sum, ordinary.num_tokens, unit)
+            directions[boundary], units[boundary] = direction.to(model.dtype), unit
+    if not directions:
+        return {}
+    accumulator = ScoreAccumulator(directions, massive)
+    prefix = _prefix(model, max(1, max(boundary.start for boundary in directions)))
+    sweep(prefix, batches, [accumulator], description="sink rule", progress=progress)
+    return {
+        boundary: place_threshold(
+            direction,
+            accumulator.scores(boundary),
+            cosines(units[boundary], direction).cpu(),
+            moments[boundary].total.ordinary.num_tokens,
+        )
+        for boundary, direction in directions.items()
+    }
+
+
 def fit_operator(
-    moments: SplitMoments,
+    moments: SplitMoments[Any],
     *,
     operator: str = "ghost",
     ridge: float = 0.0,
     dtype: torch.dtype = torch.float64,
+    sinks: SinkRule | None = None,
 ) -> OperatorFit:
     """Fit one operator from a boundary's moments.
 
@@ -130,11 +210,13 @@ def fit_operator(
         operator: Name of the method.
         ridge: Relative ridge.
         dtype: Dtype in which the operator will be stored; the errors are those after rounding.
+        sinks: From `fit_sink_rules`; read by robust operators.
 
     Returns:
         The fit.
     """
-    return get_operator(operator)(moments, ridge=ridge, dtype=dtype)
+    rule = {} if sinks is None else {"sinks": sinks}
+    return get_operator(operator)(moments, ridge=ridge, dtype=dtype, **rule)
 
 
 def attach_operators_(
@@ -151,11 +233,21 @@ def attach_operators_(
         The same model.
     """
     specs = []
-    for boundary in fits:
+    for boundary, fit in fits.items():
         layer, side = plan.operator_site(boundary)
-        specs.append({"layer": layer, "side": side})
+        specs.append({"layer": layer, "side": side, **fit.spec})
     modules = attach_zero_operators_(model, specs, decoder_path=decoder_path(model))
-    with torch.no_grad():
-        for module, fit in zip(modules, fits.values(), strict=True):
-            module.map.weight.copy_(fit.tensors["m"].T)  # nn.Linear stores the transpose
+    for module, fit in zip(modules, fits.values(), strict=True):
+        set_operator_(module, fit.tensors)
     return model
+
+
+@torch.no_grad()
+def set_operator_(operator: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy a fit's tensors into a `GhostOperator`."""
+    parameters = dict(operator.named_parameters())
+    for name, tensor in tensors.items():
+        if name == "m":  # nn.Linear stores the transpose
+            parameters["map.weight"].copy_(tensor.T)
+        else:
+            parameters[name].copy_(tensor)

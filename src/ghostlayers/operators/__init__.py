@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 
 NO_OPERATOR = "none"
-OPERATORS: dict[str, str] = {"ghost": "ghost:fit_ghost"}
+OPERATORS: dict[str, str] = {
+    "ghost": "ghost:fit_ghost",
+    "ghost-robust": "ghost_robust:fit_ghost_robust",
+}
+# Operators that are fitted to `RobustMoments` and kept only if the guard finds them to help.
+ROBUST = ("ghost-robust",)
 
 
 @dataclass(frozen=True)
@@ -27,17 +32,21 @@ class OperatorFit:
 
     Attributes:
         name: Method, as in `OPERATORS`.
-        tensors: Parameters by name, float64. `m` is (C, C) in the row convention: the operator is
-            x + xM. (`nn.Linear` stores the transpose.)
+        tensors: Parameters by name. `m` is (C, C) in the row convention: the operator is x + xM.
+            (`nn.Linear` stores the transpose.) The others are named as in `GhostOperator`.
         diagnostics: JSON values: N, C, relative errors before and after on calibration and on
             held-out windows, and what the method adds.
         warnings: One line each; shown to the user and stored.
+        spec: What the module needs to know beside its tensors; keys of an operator's spec.
+        fit_part: The tensors of the same fit without the held-out windows; for the guard.
     """
 
     name: str
     tensors: dict[str, Tensor]
     diagnostics: dict[str, Any]
     warnings: tuple[str, ...] = field(default=())
+    spec: dict[str, Any] = field(default_factory=dict)
+    fit_part: dict[str, Tensor] = field(default_factory=dict)
 
 
 OperatorFitter = Callable[..., OperatorFit]

@@ -130,13 +130,15 @@ def fit_ghost(
         name="ghost",
         tensors={"m": stored},
         diagnostics=diagnostics,
-        warnings=tuple(_warnings(moments, diagnostics, total)),
+        fit_part={} if fit_part is None else {"m": fit_part},
+        warnings=tuple(fit_warnings(moments, diagnostics, total)),
     )
 
 
-def _warnings(
+def fit_warnings(
     moments: SplitMoments, diagnostics: dict[str, object], total: BoundaryMoments
 ) -> list[str]:
+    """Return what the user should know about a fit, one line each."""
     where, size = moments.boundary, total.gram.shape[0]
     found = []
     if total.num_tokens < size:
