@@ -10,10 +10,10 @@ import torch
 
 import ghostlayers as gl
 from conftest import packaged_gguf
+from oracles import identity_reference, logits
 from ghostlayers.loading import load_model, load_tokenizer, locate
 from ghostlayers.steps import fit_operator
 from ghostlayers.sweep import batches_of
-from oracles import identity_reference, logits
 
 pytestmark = pytest.mark.real_model
 

@@ -328,12 +328,15 @@ class Judged:
 
         class Trial:
             def __init__(self, *_):
-                pass
+                self.model = self
 
-            def losses(self, kept, ids, **_):
-                return [none - sum(gains[b.start] for b in kept) + n / 10 for n in noise]
+            def switch_(self, kept):
+                gained = sum(gains[boundary.start] for boundary in kept)
+                self.losses = [none - gained + n / 10 for n in noise]
 
         def losses(model, ids, **_):
+            if isinstance(model, Trial):
+                return model.losses
             return [(dense if model == "dense" else none) + n for n in noise]
 
         monkeypatch.setattr(guard, "_Trial", Trial)

@@ -8,7 +8,7 @@ corpus to another is a gain that is a large part of the damage and well above it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,13 +97,12 @@ class _Trial:
             layer, side = plan.operator_site(boundary)
             self.modules[boundary] = getattr(layers[layer], f"ghost_{side}")
 
-    def losses(self, kept: Sequence[Boundary], ids: torch.Tensor, **options: Any) -> list[float]:
-        """Window losses with the operators of some boundaries; the others do nothing."""
+    def switch_(self, kept: Sequence[Boundary]) -> None:
+        """Turn on the operators of some boundaries; the others do nothing."""
         for boundary, module in self.modules.items():
             part = self.tensors[boundary]
             off = {name: tensor.new_zeros(tensor.shape) for name, tensor in part.items()}
             set_operator_(module, part if boundary in kept else off)
-        return window_losses(self.model, ids, **options)
 
 
 def judge_operators(
@@ -142,34 +141,31 @@ def judge_operators(
         skipped = {"skipped": f"fewer than {MIN_WINDOWS} windows"}
         return Verdict(tuple(fits), {}, skipped, (line,))
     held_out = guard_windows(ids)
-    options: dict[str, Any] = {
-        "batch_size": batch_size,
-        "progress": progress,
-        "description": "guard",
-    }
+
+    def losses(model: PreTrainedModel) -> list[float]:
+        return window_losses(
+            model, held_out, batch_size=batch_size, description="guard", progress=progress
+        )
+
     trial = _Trial(pruned, plan, fits)
-    dense_losses = window_losses(dense, held_out, **options)
-    none = window_losses(pruned, held_out, **options)
-    kept, boundaries = list(fits), {}
-    current = trial.losses(kept, held_out, **options)
-    for boundary in sorted(fits, reverse=True):
-        rest = [other for other in kept if other != boundary]
-        without = trial.losses(rest, held_out, **options) if rest else none
-        own = gain(without, current)
-        boundaries[boundary] = {"gain": own.mean, "gain_standard_error": own.error}
-        if not own.is_sure:
-            kept, current = rest, without
-    damage, whole = gain(none, dense_losses), gain(none, current)
+    lossless, none = losses(dense), losses(pruned)
+
+    def trial_losses(kept: Sequence[Boundary]) -> list[float]:
+        trial.switch_(kept)
+        return losses(trial.model) if kept else none
+
+    kept, current, boundaries = _leave_out(tuple(fits), trial_losses)
+    damage, whole = gain(none, lossless), gain(none, current)
     share = whole.mean / damage.mean if damage.mean > 0 else 0.0
     if not math.isfinite(damage.mean):
         share = 1.0 if whole.mean > 0 else 0.0
     if share < MIN_RECOVERED or not whole.is_sure:
-        kept = []
+        kept = ()
     for boundary, entry in boundaries.items():
         entry["kept"] = boundary in kept
     record = {
         "windows": len(held_out),
-        "loss_dense": _mean(dense_losses),
+        "loss_dense": _mean(lossless),
         "loss_none": _mean(none),
         "loss_operators": _mean(current),
         "gain": whole.mean,
@@ -178,7 +174,23 @@ def judge_operators(
         "required_share": MIN_RECOVERED,
         "required_standard_errors": MIN_ERRORS,
     }
-    return Verdict(tuple(sorted(kept)), boundaries, record, _dropped(fits, kept, share))
+    return Verdict(kept, boundaries, record, _dropped(fits, kept, share))
+
+
+def _leave_out(
+    boundaries: tuple[Boundary, ...], losses: Callable[[Sequence[Boundary]], list[float]]
+) -> tuple[tuple[Boundary, ...], list[float], dict[Boundary, dict[str, Any]]]:
+    """Leave out each operator once, from the output side on; return what stays and its losses."""
+    kept, gains = boundaries, {}
+    current = losses(kept)
+    for boundary in sorted(boundaries, reverse=True):
+        rest = tuple(other for other in kept if other != boundary)
+        without = losses(rest)
+        own = gain(without, current)
+        gains[boundary] = {"gain": own.mean, "gain_standard_error": own.error}
+        if not own.is_sure:
+            kept, current = rest, without
+    return kept, current, gains
 
 
 def _mean(values: Sequence[float]) -> float:

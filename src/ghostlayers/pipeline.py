@@ -7,7 +7,7 @@ plan + operators -> a pruned model that shares the dense model's tensors
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -167,18 +167,7 @@ def prune(
 
     similarity, massive = None, None
     if plan is None:
-        norms = NormAccumulator(num_decoder_layers(model.config))
-        also = [norms] if config.recover in ROBUST else []
-        similarity = measure_similarity(model, batches, also=also, progress=progress)
-        massive = norms.massive() if also else None
-        plan = select_layers(
-            similarity,
-            selector=config.select,
-            num_remove=int(config.num_remove or 0),
-            num_clusters=config.num_clusters,
-            allowed=allowed_layers(config, model.config),
-            seed=config.seed,
-        )
+        plan, similarity, massive = _select(model, batches, config, progress=progress)
     if pruned is None:
         pruned = cut(model, plan)
     recovery = Recovery()
@@ -192,6 +181,23 @@ def prune(
         tokenizer=tokenizer,
         warnings=recovery.warnings,
     )
+
+
+def _select(
+    model: PreTrainedModel, batches: Sequence[torch.Tensor], config: PruneConfig, *, progress: bool
+) -> tuple[PruningPlan, Similarity, torch.Tensor | None]:
+    """Run the first sweep and choose layers; mark the massive tokens if the operator asks."""
+    norms = [NormAccumulator(num_decoder_layers(model.config))] if config.recover in ROBUST else []
+    similarity = measure_similarity(model, batches, also=norms, progress=progress)
+    plan = select_layers(
+        similarity,
+        selector=config.select,
+        num_remove=int(config.num_remove or 0),
+        num_clusters=config.num_clusters,
+        allowed=allowed_layers(config, model.config),
+        seed=config.seed,
+    )
+    return plan, similarity, norms[0].massive() if norms else None
 
 
 def _record(
