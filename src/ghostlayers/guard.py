@@ -154,11 +154,10 @@ def judge_operators(
         trial.switch_(kept)
         return losses(trial.model) if kept else none
 
-    kept, current, boundaries = _leave_out(tuple(fits), trial_losses)
+    tried = trial_losses(tuple(fits))
+    kept, current, boundaries = _leave_out(tuple(fits), tried, trial_losses)
     damage, whole = gain(none, lossless), gain(none, current)
-    share = whole.mean / damage.mean if damage.mean > 0 else 0.0
-    if not math.isfinite(damage.mean):
-        share = 1.0 if whole.mean > 0 else 0.0
+    share = _share(whole, damage)
     if share < MIN_RECOVERED or not whole.is_sure:
         kept = ()
     for boundary, entry in boundaries.items():
@@ -167,22 +166,32 @@ def judge_operators(
         "windows": len(held_out),
         "loss_dense": _mean(lossless),
         "loss_none": _mean(none),
-        "loss_operators": _mean(current),
-        "gain": whole.mean,
-        "gain_standard_error": whole.error,
+        "loss_all_operators": _mean(tried),
+        "loss_chosen": _mean(current if kept else none),
         "recovered_share": share,
         "required_share": MIN_RECOVERED,
+        "gain": whole.mean,
+        "gain_standard_error": whole.error,
         "required_standard_errors": MIN_ERRORS,
     }
-    return Verdict(kept, boundaries, record, _dropped(fits, kept, share))
+    warnings = _dropped(fits, kept, _share(gain(none, tried), damage))
+    return Verdict(kept, boundaries, record, warnings)
+
+
+def _share(won: Gain, lost: Gain) -> float:
+    """Return which part of a loss is won back; 0 where nothing was lost."""
+    if not math.isfinite(lost.mean):
+        return 1.0 if won.mean > 0 else 0.0
+    return won.mean / lost.mean if lost.mean > 0 else 0.0
 
 
 def _leave_out(
-    boundaries: tuple[Boundary, ...], losses: Callable[[Sequence[Boundary]], list[float]]
+    boundaries: tuple[Boundary, ...],
+    current: list[float],
+    losses: Callable[[Sequence[Boundary]], list[float]],
 ) -> tuple[tuple[Boundary, ...], list[float], dict[Boundary, dict[str, Any]]]:
     """Leave out each operator once, from the output side on; return what stays and its losses."""
     kept, gains = boundaries, {}
-    current = losses(kept)
     for boundary in sorted(boundaries, reverse=True):
         rest = tuple(other for other in kept if other != boundary)
         without = losses(rest)
@@ -204,7 +213,7 @@ def _dropped(
     if not gone:
         return ()
     return (
-        f"no operator at {', '.join(gone)}: on held-out windows it does not win back enough of "
-        f"what the cut loses (all that were tried: {100 * share:.0f} % of the loss). "
+        f"no operator at {', '.join(gone)}: on held-out windows operators win back too little of "
+        f"what the cut loses (all together {100 * share:.0f} %). "
         "`recover` ghost attaches one without a test.",
     )
