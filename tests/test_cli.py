@@ -52,7 +52,7 @@ def test_analyze(work, run, tmp_path):
     assert found["locality"] in out and "streamline" in out
 
 
-@pytest.mark.parametrize("recover", ["ghost", "none"])
+@pytest.mark.parametrize("recover", ["ghost", "ghost-robust", "none"])
 def test_prune_info_eval(work, run, tmp_path, recover):
     out = tmp_path / "made" / "here"  # parents are made
     flags = text_flags(work, "--num-remove", 2, "--select", "streamline", "--recover", recover)
@@ -67,7 +67,7 @@ def test_prune_info_eval(work, run, tmp_path, recover):
     assert json.loads((tmp_path / "i.json").read_text()) == record
     first = record["removed"][0]
     assert f"{first}-{first + 1} of 8 layers" in printed and record["calibration"]["source"]
-    assert ("error before" in printed) == (recover == "ghost")
+    assert ("error before" in printed) == (recover != "none")
 
     flags = ["--perplexity", work / "t.txt", *SHORT, "--json", tmp_path / "e.json"]
     status, printed, err = run("eval", work / "m", out, *flags)

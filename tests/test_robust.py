@@ -408,6 +408,8 @@ def test_harmful_operator_is_dropped_and_the_checkpoint_is_stock(spoken, tmp_pat
     assert result.fits == {}
     assert (entry["operator"], entry["guard"]["candidate"]) == ("none", "ghost-robust")
     assert entry["guard"]["kept"] is False
+    assert "error_after" not in entry and "layer" not in entry
+    assert entry["guard"]["fit"]["error_before"] == entry["error_before"]
     assert entry["guard"]["gain"] < 0
     assert result.record["guard"]["windows"] == 8
     assert any("no operator at [2, 4)" in line for line in result.warnings)

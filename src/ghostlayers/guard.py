@@ -213,7 +213,7 @@ def _dropped(
     if not gone:
         return ()
     return (
-        f"no operator at {', '.join(gone)}: on held-out windows operators win back too little of "
-        f"what the cut loses (all together {100 * share:.0f} %). "
-        "`recover` ghost attaches one without a test.",
+        f"no operator at {', '.join(gone)}: on held-out windows the gain is too small or too "
+        f"uncertain (all operators together win back {100 * share:.0f} % of what the cut loses). "
+        "`recover` ghost attaches operators without this test.",
     )

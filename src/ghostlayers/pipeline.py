@@ -218,11 +218,10 @@ def _record(
         }
         if boundary in recovery.fits:
             fit = recovery.fits[boundary]
-            kept = verdict is None or boundary in verdict.kept
-            entry |= {"operator": fit.name if kept else NO_OPERATOR, "layer": layer, "side": side}
-            entry |= {**fit.diagnostics, "warnings": list(fit.warnings)}
+            entry |= {"operator": fit.name, "layer": layer, "side": side, **fit.diagnostics}
+            entry["warnings"] = list(fit.warnings)
             if verdict is not None:
-                entry["guard"] = {"candidate": fit.name, **verdict.boundaries.get(boundary, {})}
+                entry = _judged(entry, verdict.boundaries.get(boundary, {}))
         boundaries.append(entry)
     return {
         "format_version": FORMAT_VERSION,
@@ -239,3 +238,13 @@ def _record(
         "config": config.to_dict(),
         "versions": versions(),
     }
+
+
+def _judged(entry: dict[str, Any], guard: Mapping[str, Any]) -> dict[str, Any]:
+    """Add what the guard found to a boundary; a dropped operator's fit moves into that part."""
+    if guard.get("kept", True):
+        return {**entry, "guard": {"candidate": entry["operator"], **guard}}
+    errors = {key: entry[key] for key in ("error_before", "held_out_error_before")}
+    place = {"start": entry["start"], "stop": entry["stop"], "operator": NO_OPERATOR}
+    fit = {key: value for key, value in entry.items() if key not in place}
+    return {**place, **errors, "guard": {"candidate": entry["operator"], **guard, "fit": fit}}
