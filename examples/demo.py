@@ -85,7 +85,7 @@ def main() -> None:
     print(f"that did not calibrate; took {time.perf_counter() - started:.0f} s in all")
     print(f"\nThe checkpoint is in {out}. Load it and write with it:\n")
     print("from transformers import AutoModelForCausalLM, AutoTokenizer")
-    print(load_snippet(str(out), has_operators=True))
+    print(load_snippet(str(out), has_operators=bool(recovered.fits)))
     print('ids = tokenizer("The list type is", return_tensors="pt").input_ids')
     print("print(tokenizer.decode(model.generate(ids, max_new_tokens=30)[0]))")
 

@@ -123,7 +123,7 @@ def test_identity_layers_give_no_operator_and_equal_logits():
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
     ids = random_ids()
-    result = gl.prune(dense, layers="3-4", windows=random_ids(4, 48))
+    result = gl.prune(dense, layers="3-4", recover="ghost", windows=random_ids(4, 48))
     fit = result.fits[Boundary(3, 5)]
     assert fit.tensors["m"].abs().max() == 0.0
     assert fit.diagnostics["error_before"] == 0.0

@@ -28,6 +28,11 @@ REMOVALS = {
 IDS = random_ids()
 
 
+def prune_by_ghost(dense, layers):
+    windows = random_ids(6, 48, seed=2)
+    return gl.prune(dense, layers=layers, recover="ghost", windows=windows, ridge=1e-3)
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def dense(request):
     return tiny_model(request.param)
@@ -73,7 +78,7 @@ def test_three_oracles(dense, removed, recover, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_static_cache(family):
     dense = tiny_model(family)
-    result = gl.prune(dense, layers="2-3", windows=random_ids(6, 48, seed=2), ridge=1e-3)
+    result = prune_by_ghost(dense, "2-3")
     cache = StaticCache(config=result.model.config, max_cache_len=64)
     assert step_error(result.model, IDS, cache=cache) < 1e-4
 
@@ -112,7 +117,7 @@ def test_unknown_per_layer_list_is_refused_before_anything_changes():
 
 def test_tied_embeddings_stay_tied(tmp_path):
     dense = tiny_model("llama", tie_word_embeddings=True)
-    result = gl.prune(dense, layers="3-4", windows=random_ids(6, 48, seed=2), ridge=1e-3)
+    result = prune_by_ghost(dense, "3-4")
     gl.save_pruned(result, tmp_path / "out")
     loaded = reload(tmp_path / "out")
     assert loaded.lm_head.weight.data_ptr() == loaded.get_input_embeddings().weight.data_ptr()
@@ -127,7 +132,7 @@ def test_tied_embeddings_stay_tied(tmp_path):
 def test_operator_has_the_dtype_of_the_model(dtype, tmp_path):
     tiny_model().to(dtype).save_pretrained(tmp_path / "dense")
     dense = reload(tmp_path / "dense", dtype="auto")  # `.to` alone also rounds rotary buffers
-    result = gl.prune(dense, layers="3-4", windows=random_ids(6, 48, seed=2), ridge=1e-3)
+    result = prune_by_ghost(dense, "3-4")
     gl.save_pruned(result, tmp_path / "out")
     loaded = reload(tmp_path / "out", dtype="auto")
     assert {p.dtype for p in loaded.parameters()} == {dtype}
