@@ -88,8 +88,8 @@ class SimilarityAccumulator:
         for first in range(0, count, CHUNK_TOKENS):
             chunk = unit[:, : min(CHUNK_TOKENS, count - first)]
             for index in self.states:
-                rows = states[index][first : first + CHUNK_TOKENS]
-                chunk[index] = torch.nn.functional.normalize(rows, dim=-1)
+                part = states[index][first : first + CHUNK_TOKENS]
+                chunk[index] = torch.nn.functional.normalize(part, dim=-1)
             flat = chunk.flatten(1)  # (L+1, n·C)
             self.total += (flat @ flat.T).double().cpu().numpy()
         self.num_tokens += count
