@@ -10,7 +10,7 @@ import transformers
 from packaging.version import Version
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 2))
+torch.set_num_threads(1)  # tiny models do not gain from more
 
 ROOT = Path(__file__).parents[1]
 SHARED = Path(os.environ.get("GHOSTLAYERS_SHARED", ROOT.parent / "shared"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -52,7 +53,10 @@ class Measured:
 
 @pytest.fixture(scope="module", params=MODELS)
 def measured(request, shared):
-    return Measured(request.param, shared)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield Measured(request.param, shared)
+    torch.set_num_threads(threads)
 
 
 def test_windows_are_those_of_the_reference(measured):
