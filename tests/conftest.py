@@ -6,12 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 2))
+torch.set_num_threads(1)  # tiny models do not gain from more
 
 ROOT = Path(__file__).parents[1]
 SHARED = Path(os.environ.get("GHOSTLAYERS_SHARED", ROOT.parent / "shared"))
+
+
+def needs_transformers(oldest: str, reason: str) -> pytest.MarkDecorator:
+    """Skip a test on transformers releases that lack what it is about."""
+    lacks = Version(transformers.__version__) < Version(oldest)
+    return pytest.mark.skipif(lacks, reason=f"needs transformers>={oldest}: {reason}")
 
 
 @pytest.fixture(scope="session")

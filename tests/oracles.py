@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    DynamicCache,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
@@ -109,17 +110,22 @@ class _PassThrough(nn.Module):
 
     def __init__(self, layer: nn.Module, prototype) -> None:
         super().__init__()
-        for name in ("attention_type", "layer_type", "is_causal"):
-            if hasattr(layer, name):
-                setattr(self, name, getattr(layer, name))
+        object.__setattr__(self, "layer", layer)  # not a submodule
         self.prototype = prototype
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["layer"], name)  # what the model's forward asks of it
 
     def forward(self, hidden_states, *args, **kwargs):
         if not isinstance(self.prototype, list | tuple):
             return hidden_states
-        handed_on = [kwargs[name] for name in HANDED_ON if name in kwargs]
-        rest = handed_on[:1] or args[:1] if self.prototype[1:] and handed_on else ()
-        rest = [*rest, *[None] * (len(self.prototype) - 1 - len(rest))]
+        rest = [None] * (len(self.prototype) - 1)
+        if rest and isinstance(self.prototype[1], torch.Tensor):
+            handed_on = [kwargs[name] for name in HANDED_ON if name in kwargs]
+            rest[0] = (handed_on or args[:1] or [None])[0]
         return type(self.prototype)([hidden_states, *rest])
 
 
@@ -183,23 +189,24 @@ def identity_reference(
 @torch.no_grad()
 def step_error(model: PreTrainedModel, ids: torch.Tensor, prefix: int = 34, cache=None) -> float:
     """O2: largest difference between stepping with a cache and one forward without it."""
-    whole = logits(model, ids)
     parameters = inspect.signature(model.forward).parameters
     name = "cache" if "cache" in parameters else "past_key_values"
+    positions = torch.arange(ids.shape[1])[None].expand(ids.shape[0], -1)
     position_ids = "position_ids" in parameters
+    extra = {"position_ids": positions} if position_ids else {}
+    whole = model(input_ids=ids, use_cache=False, **extra).logits
     parts: list[torch.Tensor] = []
     stops = [prefix, *range(prefix + 1, ids.shape[1] + 1)]
     for start, stop in zip([0, *stops], stops, strict=False):
         inputs = {"input_ids": ids[:, start:stop], "use_cache": True}
-        if start:
-            inputs["attention_mask"] = torch.ones(ids.shape[0], stop, dtype=torch.long)
         if position_ids:
-            inputs["position_ids"] = torch.arange(start, stop)[None].expand(ids.shape[0], -1)
+            inputs["position_ids"] = positions[:, start:stop]
         if cache is not None:
             inputs[name] = cache
         out = model(**inputs)
         cache = getattr(out, name, None) or getattr(out, "past_key_values", None) or cache
-        assert cache is not None, "the model returns no cache"
+        if cache is None:  # recurrent_gemma returns none unless it is given one
+            return step_error(model, ids, prefix, DynamicCache(config=model.config))
         parts.append(out.logits)
     return float((torch.cat(parts, dim=1) - whole).abs().max())
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
 import ghostlayers as gl
 from ghostlayers.decoder import decoder_layers
@@ -146,6 +147,16 @@ def test_saving_from_memory_equals_copying_files(tmp_path, family, recover):
         else:
             assert copied[name] == saved[name], name
     assert_equal_tensors(stored(tmp_path / "copied"), stored(tmp_path / "saved"))
+
+
+def test_saving_from_memory_keeps_an_inconsistent_generation_config(dense, tmp_path):
+    result = prune_folder(dense, tmp_path / "copied")
+    own = GenerationConfig(temperature=0.6, top_p=0.9, eos_token_id=[2, 3])  # and no do_sample
+    result.model.generation_config = own
+    gl.save_pruned(result, tmp_path / "saved")
+    assert result.model.generation_config is own
+    written = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 3]}.items() <= written.items()
 
 
 def test_tied_weights(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -10,10 +11,10 @@ import torch
 
 import ghostlayers as gl
 from conftest import packaged_gguf
-from oracles import identity_reference, logits
 from ghostlayers.loading import load_model, load_tokenizer, locate
 from ghostlayers.steps import fit_operator
 from ghostlayers.sweep import batches_of
+from oracles import identity_reference, logits, reload, step_error
 
 pytestmark = pytest.mark.real_model
 
@@ -52,7 +53,10 @@ class Measured:
 
 @pytest.fixture(scope="module", params=MODELS)
 def measured(request, shared):
-    return Measured(request.param, shared)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield Measured(request.param, shared)
+    torch.set_num_threads(threads)
 
 
 def test_windows_are_those_of_the_reference(measured):
@@ -125,3 +129,31 @@ def test_pruned_and_recovered_perplexity(measured):
             assert fit["error_after"] == pytest.approx(expected["relative_error"], rel=1e-3)
         recovered = gl.attach_operators_(pruned, plan, fits)
         assert measured.perplexity(recovered) == pytest.approx(expected["ppl"], rel=1e-3)
+
+
+def test_scattered_cut_of_a_gguf_model(measured, tmp_path):
+    """Three oracles on a real model; on Gemma 3 local and global attention layers go."""
+    dense, calibration = measured.model, measured.windows["calibration"]
+    ids = measured.windows["evaluation"].ids[:2, :48]
+    result = gl.prune(
+        dense,
+        layers="2,8-9,14",
+        windows=gl.Windows(calibration.ids[:8], calibration.source, calibration.bos_per_window),
+    )
+    if measured.reference["bos_per_window"]:
+        assert (calibration.ids[:, 0] == dense.config.bos_token_id).all()
+    operators = {b.stop: fit.tensors["m"] for b, fit in result.fits.items()}
+    expected = identity_reference(dense, list(result.plan.removed), ids, operators)
+    spread = float(expected.std())
+    assert float((logits(result.model, ids) - expected).abs().max()) < 1e-3 * spread
+    assert step_error(result.model, ids) < 1e-3 * spread
+
+    none = gl.remove_layers_(gl.share_tensors(dense), result.plan.removed)
+    assert measured.perplexity(result.model) < 0.8 * measured.perplexity(none)
+
+    gl.save_pruned(result, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+    loaded = reload(tmp_path / "out")
+    assert loaded.dtype == torch.float32
+    assert torch.equal(logits(loaded, ids), logits(result.model, ids))

@@ -191,7 +191,10 @@ MODELS = {
     "unknown model type": (edit_config(model_type="nonesuch"), "nonesuch"),
     "depth is text": (edit_config(num_hidden_layers="8"), "num_hidden_layers"),
     "heads do not divide": (edit_config(num_attention_heads=7), "(7)"),
-    "layer_types too short": (edit_config(layer_types=["full_attention"] * 3), "layer_types"),
+    "layer_types too short": (
+        edit_config(layer_types=["full_attention"] * 3),
+        "(8) must be equal to the number of",
+    ),
     "config too deep": (edit_config(num_hidden_layers=10), "18 missing keys (model.layers.8."),
     "config too shallow": (edit_config(num_hidden_layers=6), "18 unexpected keys"),
     "config too narrow": (edit_config(intermediate_size=96), "mismatched keys"),

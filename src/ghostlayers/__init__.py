@@ -1,7 +1,8 @@
 """ghostlayers: make a large language model shallower without training, and keep it working.
 
 Importing this package imports no torch and changes nothing, except where transformers is already
-loaded or loaded later: the model type of checkpoints with operators is then made known to it.
+loaded or loaded later: the model type of checkpoints with operators is then made known to it. An
+installed transformers outside the releases in `requirements` raises an ImportError.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .registration import arrange_registration
+from .requirements import check_transformers, needing_transformers
 
 if TYPE_CHECKING:
     from .analysis import Analysis, analyze
@@ -83,13 +85,15 @@ _EXPORTS = {
 __all__ = [*sorted(_EXPORTS), "__version__"]  # noqa: PLE0604
 
 
+check_transformers()
 arrange_registration()
 
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
+    with needing_transformers():
+        value = getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -138,12 +138,18 @@ def save_pruned(
     """
     path = check_output(out, force=force, source=source)
     tensors = plan_copy(result, source, dtype) if source is not None else None
+    if tensors is None and any(tensor.is_meta for tensor in result.model.parameters()):
+        raise CheckpointError(
+            "the weights are not in memory and the source has no safetensors files to copy them "
+            "from. Give a source with safetensors files."
+        )
     with complete_folder(path, force=force) as folder:
         _check_space(folder, result.model)
         if tensors is None:
             _save_from_memory(result.model, folder, max_shard_bytes)
         else:
             _save_from_files(result.model, tensors, folder, max_shard_bytes)
+            copy_generation_config(source, folder)
         if result.tokenizer is not None:
             result.tokenizer.save_pretrained(folder)
         record = {
@@ -191,8 +197,23 @@ def _check_space(folder: Path, model: PreTrainedModel) -> None:
         )
 
 
+def copy_generation_config(source: ModelSource | None, folder: Path) -> None:
+    """Copy the source's generation config as it is, if it has one."""
+    name = "generation_config.json"
+    if source is not None and (source.folder / name).is_file():
+        shutil.copyfile(source.folder / name, folder / name)
+
+
 def _save_from_memory(model: PreTrainedModel, folder: Path, max_shard_bytes: int) -> None:
-    model.save_pretrained(folder, max_shard_size=max_shard_bytes)
+    own: Any = getattr(model, "generation_config", None)
+    if own is not None:  # saving one is refused for sampling settings without do_sample
+        model.generation_config = type(own)()
+    try:
+        model.save_pretrained(folder, max_shard_size=max_shard_bytes)
+    finally:
+        model.generation_config = own
+    if own is not None:
+        own.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
 
 
 def _save_from_files(
@@ -204,6 +225,3 @@ def _save_from_files(
     config.save_pretrained(folder)
     if config.model_type == modeling_ghostlayers.MODEL_TYPE:
         shutil.copyfile(modeling_ghostlayers.__file__, folder / "modeling_ghostlayers.py")
-    generation_config = getattr(model, "generation_config", None)
-    if generation_config is not None:
-        generation_config.save_pretrained(folder)

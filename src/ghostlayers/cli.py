@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from . import __version__
 from .config import PruneConfig
 from .errors import GhostlayersError
+from .requirements import needing_transformers
 
 VERBS = {
     "analyze": "measure a model and say what each selector would remove; changes nothing",
@@ -131,7 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     warnings.simplefilter("default" if args.debug else "ignore")
     try:
-        return _run(args)
+        with needing_transformers():
+            return _run(args)
     except GhostlayersError as error:
         if args.debug:
             raise

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,13 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     from .loading import GHOST_MODEL_TYPE, load_config, load_model, load_tokenizer, locate
     from .model_card import load_snippet
     from .operators import NO_OPERATOR
-    from .pipeline import prune, resolve_plan
+    from .pipeline import (
+        check_quantized,
+        is_quantized,
+        prune,
+        prune_without_weights,
+        resolve_plan,
+    )
     from .plan import format_layers
 
     source = locate(args.model)
@@ -116,6 +123,7 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
             f"MODEL {args.model!r} has operators already. Prune the dense model it was made from."
         )
     plan = resolve_plan(config, model_config)
+    check_quantized(config, model_config)
     if plan is not None:
         pruned_config(model_config, plan)
     window = resolve_window(config.window, model_config)
@@ -123,8 +131,12 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         num_remove = config.num_remove if plan is None else len(plan.removed)
         return _dry_run(config, model_config, window, num_remove)
     tokenizer = load_tokenizer(source)
-    model = load_model(source, dtype=config.dtype, device=config.device)
-    result = prune(model, tokenizer, config)
+    if is_quantized(model_config) and plan is not None:
+        result = prune_without_weights(model_config, plan, config)
+        result = replace(result, tokenizer=tokenizer)
+    else:
+        model = load_model(source, dtype=config.dtype, device=config.device)
+        result = prune(model, tokenizer, config)
     for line in result.warnings:
         print(f"ghostlayers: warning: {line}", file=sys.stderr)
     save_pruned(result, out, source=source, dtype=config.dtype, force=args.force)

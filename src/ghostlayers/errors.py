@@ -14,6 +14,10 @@ class GhostlayersError(ValueError):
     """Base of every error that a user can mend."""
 
 
+class RequirementError(GhostlayersError, ImportError):
+    """Transformers is not installed, or not in a release that ghostlayers works with."""
+
+
 class UnsupportedModelError(GhostlayersError):
     """The model's structure or configuration cannot be pruned safely."""
 

@@ -5,6 +5,7 @@ Is it causal, does its cache work, and would a reload give the kept layers the c
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ HARMLESS_ATTRIBUTES = frozenset(
         "training",
     }
 )
+CACHE_PARAMETERS = {"cache", "past_key_values", "cache_params", "state"}
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -58,6 +60,25 @@ def check_reloadable(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} (model_type {model.config.model_type!r}) is a class that "
             "AutoModelForCausalLM cannot load. Allowed: causal language models of transformers."
+        )
+
+
+def check_attachable(model: PreTrainedModel) -> None:
+    """Check that operators can be attached: the classes must be the model type's own.
+
+    Raises:
+        UnsupportedModelError: If the model type borrows another type's class, or has no base model
+            that the Auto class knows.
+    """
+    from transformers import AutoModel
+
+    stock: Any = type(model)
+    base_known = type(model.config) in AutoModel._model_mapping
+    if stock.config_class is not type(model.config) or not base_known:
+        lack = "no base model that AutoModel loads" if not base_known else "no class of its own"
+        raise UnsupportedModelError(
+            f"model_type {model.config.model_type!r} ({stock.__name__}) has {lack}, so a "
+            "checkpoint with operators could not be loaded. Use `recover` none."
         )
 
 
@@ -93,6 +114,8 @@ def check_cache(model: PreTrainedModel, *, what: str = "the model") -> None:
     vocabulary = len(input_embeddings(model))
     prompt = torch.arange(5, 17, device=input_device(model))[None] % vocabulary
     name = f"{type(model).__name__} (model_type {model.config.model_type!r})"
+    if not CACHE_PARAMETERS & set(inspect.signature(model.forward).parameters):
+        raise UnsupportedModelError(f"{name}: {what} takes no cache to generate with.")
     try:
         out, without = (_two_greedy_steps(model, prompt, use_cache=on) for on in (True, False))
     except (ValueError, IndexError, AttributeError, TypeError, RuntimeError, KeyError) as error:
@@ -100,8 +123,6 @@ def check_cache(model: PreTrainedModel, *, what: str = "the model") -> None:
         raise UnsupportedModelError(
             f"{name}: {what} cannot generate with a cache ({type(error).__name__}: {reason})."
         ) from error
-    if getattr(out, "past_key_values", None) is None and getattr(out, "cache", None) is None:
-        raise UnsupportedModelError(f"{name}: {what} has no cache to generate with.")
     step, whole = out.logits[-1].float(), without.logits[-1].float()
     if not torch.isfinite(whole).all():
         return  # reported by the sweep, with its layer
@@ -110,8 +131,8 @@ def check_cache(model: PreTrainedModel, *, what: str = "the model") -> None:
     if not difference <= tolerance:
         raise UnsupportedModelError(
             f"{name}: {what} gives other logits with its cache than without it (by "
-            f"{difference:.3g}, logits spread {float(whole.std()):.3g}): its cache does not "
-            "survive this removal. Keep other layers (`layers`)."
+            f"{difference:.3g}, logits spread {float(whole.std()):.3g}): text generated from it "
+            "would be wrong. Keep other layers, or use another model."
         )
 
 

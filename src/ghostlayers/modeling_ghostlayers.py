@@ -204,6 +204,11 @@ class _FamilyModel:
         else:
             super()._init_weights(module)  # type: ignore[misc]
 
+    def _initialize_weights(self, module: nn.Module, *_args: Any, **_kwargs: Any) -> None:
+        # Transformers takes the flag "custom code" as a reason not to compute the non-persistent
+        # buffers of modules without parameters of their own (falcon_h1's mup_vector).
+        super()._initialize_weights(module)  # type: ignore[misc]
+
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """Like the stock method, but raises RuntimeError if an operator tensor does not fit."""
@@ -225,19 +230,21 @@ class _FamilyModel:
             return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
 
-def _claim_conversion(name: str, stock: Any) -> set[str]:
+def _claim_conversion(name: str, stock: Any) -> dict[str, Any]:
     """Gives a class the weight conversion of its stock class (experts are fused on loading).
 
-    Transformers 5 looks it up by class name and leaves custom code out. Returns the names that
-    are let in, so that a claim can be taken back.
+    Transformers 5 looks it up by class name (since 5.9; before, only by model type) and leaves
+    custom code out. Returns the conversions by name, so that a claim can be taken back.
     """
     conversion = sys.modules.get("transformers.conversion_mapping")
     if conversion is None:
-        return set()
+        return {}
     get = conversion.get_checkpoint_conversion_mapping
     if mapping := get(stock.__name__) or get(stock.config_class.model_type):
+        if not hasattr(conversion, "extract_weight_conversions_for_model"):
+            raise RuntimeError(f"{name} needs transformers>=5.9, got {transformers.__version__}")
         conversion.register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
-    claimed: set[str] = conversion.USER_REGISTERED_MAPPINGS
+    claimed: dict[str, Any] = conversion._checkpoint_conversion_mapping_cache
     return claimed
 
 
@@ -247,13 +254,13 @@ def _converting(cls: Any) -> Iterator[None]:
 
     Inside a causal LM, whose own claim covers it, its weights would be converted twice.
     """
-    claimed: set[str] = set()
+    claimed: dict[str, Any] = {}
     if cls._auto_class == "AutoModel":
         claimed = _claim_conversion(cls.__name__, cls.__mro__[2])
     try:
         yield
     finally:
-        claimed.discard(cls.__name__)
+        claimed.pop(cls.__name__, None)
 
 
 def _ghost(stock: Any) -> Any:
@@ -285,9 +292,11 @@ def _ghost(stock: Any) -> Any:
 
 def __getattr__(name: str) -> Any:
     """Finds the stock class, exported or in a modeling file imported so far, and extends it."""
-    files = [m for n, m in sys.modules.items() if n.startswith("transformers.models.")]
-    for file in [transformers, *files] if name.startswith("Ghost") else []:
-        stock = getattr(file, name.removeprefix("Ghost"), None)
+    found, wanted = [], name.removeprefix("Ghost")
+    if name.startswith("Ghost"):
+        files = [m for n, m in sys.modules.items() if m and n.startswith("transformers.models.")]
+        found = [getattr(transformers, wanted, None), *(vars(file).get(wanted) for file in files)]
+    for stock in found:
         if isinstance(stock, type) and issubclass(stock, (PretrainedConfig, nn.Module)):
             return _ghost(stock)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,9 +16,9 @@ import torch
 from .calibration import Windows, resolve_window, sampled_windows, text_windows
 from .config import PruneConfig
 from .decoder import num_decoder_layers, remove_layers_, share_tensors, text_config
-from .errors import CalibrationError
+from .errors import CalibrationError, UnsupportedModelError
 from .layer_fields import protected_layers
-from .model_checks import check_cache, check_causal, check_reloadable
+from .model_checks import check_attachable, check_cache, check_causal, check_reloadable
 from .operators import NO_OPERATOR, ROBUST, OperatorFit
 from .plan import Boundary, PruningPlan, check_num_remove, parse_layers, removable_layers
 from .records import FORMAT_VERSION, versions
@@ -119,6 +119,52 @@ def cut(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
     return pruned
 
 
+def is_quantized(config: Any) -> bool:
+    """Say whether a config describes low-bit weights."""
+    return getattr(config, "quantization_config", None) is not None
+
+
+def check_quantized(config: PruneConfig, model_config: Any) -> None:
+    """Refuse what would need a low-bit weight to be written, or a map beside one.
+
+    Raises:
+        UnsupportedModelError: If operators are asked for on a quantized model.
+    """
+    if not is_quantized(model_config):
+        return
+    settings = model_config.quantization_config
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+    if config.dtype != "auto":
+        raise UnsupportedModelError(
+            f"the model is quantized ({method}) and `dtype` is {config.dtype!r}: its tensors are "
+            "only copied as they are. Use `dtype` auto."
+        )
+    if config.recover != NO_OPERATOR:
+        raise UnsupportedModelError(
+            f"the model is quantized ({method}) and `recover` is {config.recover!r}: a reload "
+            "would quantize the operators as well. Prune the unquantized model, or use `recover` "
+            "none."
+        )
+
+
+def prune_without_weights(model_config: Any, plan: PruningPlan, config: PruneConfig) -> PruneResult:
+    """Cut a model of which only the config is read: for quantized checkpoints.
+
+    The result's parameters hold no memory; `save_pruned` copies the tensors that stay, bit for
+    bit, from the source's files.
+
+    Raises:
+        UnsupportedModelError: If the config cannot describe the shorter model.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config)
+    remove_layers_(model, plan.removed)
+    return PruneResult(model, plan, {}, _record(config, plan, Recovery(), None, None))
+
+
 def prune(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -153,7 +199,10 @@ def prune(
     """
     config = config or PruneConfig(**settings)
     plan = resolve_plan(config, model.config)
+    check_quantized(config, model.config)
     check_reloadable(model)
+    if config.recover != NO_OPERATOR:
+        check_attachable(model)
     check_causal(model)
     check_cache(model, what="the dense model")
     pruned = None if plan is None else cut(model, plan)

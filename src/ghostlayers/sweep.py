@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .decoder import base_model, check_ids, decoder_layers, input_device
+from .decoder import base_model, check_ids, decoder_layers, input_device, text_config
 from .errors import CalibrationError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -139,16 +139,16 @@ def sweep(
     base, layers = base_model(model), decoder_layers(model)
     wanted = {state for accumulator in accumulators for state in accumulator.states}
     captured: dict[int, Tensor] = {}
-    flat, shape = torch.empty(0, dtype=torch.long), (0, 0)
+    flat, shape = torch.empty(0, dtype=torch.long), (0, 0, 0)
 
     def keep(index: int, state: Tensor) -> None:
-        if index in captured or state.ndim != 3 or tuple(state.shape[:2]) != shape:
+        if index in captured or tuple(state.shape) != shape:
             raise UnsupportedModelError(_not_one_stream(model, index, state, index in captured))
         rows = state.detach().flatten(0, -2)[flat.to(state.device)]  # (N, C), a copy
         check_finite(index, rows)
         captured[index] = rows if rows.dtype == torch.float64 else rows.float()
 
-    device = input_device(model)
+    device, size = input_device(model), text_config(model.config).hidden_size
     takes_positions = "position_ids" in inspect.signature(base.forward).parameters
     training = model.training
     model.eval()
@@ -161,7 +161,7 @@ def sweep(
                 check_ids(model, ids)
                 rows, flat = token_rows(ids, mask, window)
                 window += ids.shape[0]
-                shape = (ids.shape[0], ids.shape[1])
+                shape = (ids.shape[0], ids.shape[1], size)
                 if not len(flat):
                     continue
                 inputs = {"input_ids": ids.to(device)}
