@@ -18,7 +18,7 @@ import ghostlayers as gl
 from ghostlayers.loading import load_model, load_tokenizer, locate
 from ghostlayers.model_card import load_snippet
 from ghostlayers.plan import format_layers
-from ghostlayers.tables import render_table
+from ghostlayers.tables import boundary_table, render_table
 
 WINDOW = 512
 
@@ -79,11 +79,22 @@ def main() -> None:
         baseline = baseline or value
         layers = str(model.config.num_hidden_layers)
         rows.append([name, layers, f"{value:.2f}", f"{value / baseline:.3f}"])
-    print(f"\nremoved layers {removed} ({args.select}), repaired by {recovered.record['recover']}")
-    print(render_table(["model", "layers", "perplexity", "ratio"], rows))
-    print(f"\n{windows.ids.shape[0]} windows of {WINDOW} tokens of Python's documentation, topics")
-    print(f"that did not calibrate; took {time.perf_counter() - started:.0f} s in all")
-    print(f"\nThe checkpoint is in {out}. Load it and write with it:\n")
+    report = "\n".join(
+        [
+            f"removed layers {removed} ({args.select}), repaired by {recovered.record['recover']}",
+            render_table(["model", "layers", "perplexity", "ratio"], rows),
+            "",
+            f"{windows.ids.shape[0]} windows of {WINDOW} tokens of Python's documentation, topics",
+            f"that did not calibrate; ids sha256 {windows.ids_sha256[:12]}",
+            "",
+            boundary_table(recovered.record["boundaries"]),
+        ]
+    )
+    (args.out / "report.txt").write_text(report + "\n", encoding="utf-8")
+    print(f"\n{report}\n\ntook {time.perf_counter() - started:.0f} s in all")
+    print(
+        f"\nThe checkpoint is in {out}, this report in {args.out / 'report.txt'}. Load and write:\n"
+    )
     print("from transformers import AutoModelForCausalLM, AutoTokenizer")
     print(load_snippet(str(out), has_operators=bool(recovered.fits)))
     print('ids = tokenizer("The list type is", return_tensors="pt").input_ids')
