@@ -105,7 +105,7 @@ def cut_like_the_reference(dense, pruned) -> None:
 
 
 def test_pruned_model_equals_the_identity_oracle(measured):
-    ids = measured.windows["evaluation"].ids[:2]
+    ids = measured.windows["evaluation"].ids[:1]
     for plan in measured.plans.values():
         pruned = gl.remove_layers_(gl.share_tensors(measured.model), plan.removed)
         expected = identity_reference(measured.model, list(plan.removed), ids)
@@ -149,7 +149,9 @@ def test_scattered_cut_of_a_gguf_model(measured, tmp_path):
     assert step_error(result.model, ids) < 1e-3 * spread
 
     none = gl.remove_layers_(gl.share_tensors(dense), result.plan.removed)
-    assert measured.perplexity(result.model) < 0.8 * measured.perplexity(none)
+    scored = measured.windows["evaluation"].ids[:2]
+    repaired, bare = (gl.perplexity(model, scored).perplexity for model in (result.model, none))
+    assert repaired < 0.8 * bare
 
     gl.save_pruned(result, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
