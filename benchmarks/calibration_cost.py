@@ -13,6 +13,7 @@ import argparse
 import ctypes
 import gc
 import multiprocessing
+import os
 import resource
 import statistics
 import time
@@ -23,6 +24,14 @@ import ghostlayers as gl
 from ghostlayers.decoder import base_model
 from ghostlayers.loading import load_model, locate
 from ghostlayers.plan import format_layers
+
+# In the processes whose memory is measured, glibc gives freed memory back at once; otherwise its
+# free lists keep growing over the first dozens of forward passes, ours or bare ones.
+EXACT_MALLOC = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}
 
 
 def random_windows(vocabulary: int, num_windows: int, window: int) -> torch.Tensor:
@@ -134,6 +143,7 @@ def main() -> None:
             print(f"  {name}: {ours:.2f} s / {bare:.2f} s = {ratios[-1]:.3f}")
         print(f"{name}: ratio {statistics.median(ratios):.3f} (median of {args.repeats})")
 
+    os.environ |= EXACT_MALLOC
     context = multiprocessing.get_context("spawn")
     peaks = {}
     for num_windows in (8, 64):
