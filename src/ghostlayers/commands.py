@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import PruneConfig
-from .errors import CalibrationError, CheckpointError, GhostlayersError
+from .errors import CalibrationError, CheckpointError
 from .records import has_operators, plain, read_record, versions, write_json
 from .tables import bar, boundary_table, render_table
 from .text_sources import check_source
@@ -283,4 +283,4 @@ def run_info(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str, A
     return record
 
 
-__all__ = ["GhostlayersError", "run_analyze", "run_eval", "run_info", "run_prune", "write_result"]
+__all__ = ["run_analyze", "run_eval", "run_info", "run_prune", "write_result"]
