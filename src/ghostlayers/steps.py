@@ -106,6 +106,7 @@ def collect_moments(
     boundaries: Sequence[Boundary],
     *,
     massive: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
     progress: bool = True,
 ) -> dict[Boundary, SplitMoments[Any]]:
     """Run the second sweep: float64 second moments at the boundaries of one or more plans.
@@ -117,6 +118,7 @@ def collect_moments(
         batches: As for `measure_similarity`; a sequence, since its length decides the split.
         boundaries: Boundaries to measure.
         massive: From `find_massive_tokens`; the moments are then robust ones.
+        device: Where to keep the moments; None keeps them where the states are.
         progress: Show a progress bar when standard error is a terminal.
 
     Returns:
@@ -132,14 +134,15 @@ def collect_moments(
         boundaries,
         num_windows=sum(part.shape[0] for part in ids),
         window=max(part.shape[1] for part in ids),
+        device=device,
         massive=massive,
     )
-    prefix = _prefix(model, max(boundary.stop for boundary in boundaries))
+    prefix = prefix_of(model, max(boundary.stop for boundary in boundaries))
     sweep(prefix, batches, [accumulator], description="moments", progress=progress)
     return accumulator.result()
 
 
-def _prefix(model: PreTrainedModel, last: int) -> PreTrainedModel:
+def prefix_of(model: PreTrainedModel, last: int) -> PreTrainedModel:
     """Return the model without the layers from `last` on, if its config can say so."""
     depth = len(decoder_layers(model))
     if last == depth:
@@ -182,7 +185,7 @@ def fit_sink_rules(
     if not directions:
         return {}
     accumulator = ScoreAccumulator(directions, massive)
-    prefix = _prefix(model, max(1, max(boundary.start for boundary in directions)))
+    prefix = prefix_of(model, max(1, max(boundary.start for boundary in directions)))
     sweep(prefix, batches, [accumulator], description="sink rule", progress=progress)
     return {
         boundary: place_threshold(
