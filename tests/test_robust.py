@@ -419,5 +419,5 @@ def test_harmful_operator_is_dropped_and_the_checkpoint_is_stock(spoken, tmp_pat
     config = json.loads((out / "config.json").read_text())
     assert config["model_type"] == "llama"
     card = (out / "README.md").read_text()
-    assert "No operator was kept" in card and "trust_remote_code" not in card
+    assert "No repair was kept" in card and "trust_remote_code" not in card
     assert reload(out).config.architectures == ["LlamaForCausalLM"]

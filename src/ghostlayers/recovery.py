@@ -60,7 +60,9 @@ class Recovery:
     def warnings(self) -> tuple[str, ...]:
         """What the user should know, one line each."""
         lines = () if self.verdict is None else self.verdict.warnings
-        return (*self.notes, *lines, *(line for f in self.used.values() for line in f.warnings))
+        fits = [ladder[0] for ladder in self.ladders.values() if ladder[0].weights]
+        own = [line for fit in (*fits, *self.used.values()) for line in fit.warnings]
+        return (*self.notes, *lines, *dict.fromkeys(own))
 
 
 def prepare_recovery(model: PreTrainedModel, plan: PruningPlan, config: PruneConfig) -> FoldPlan:
