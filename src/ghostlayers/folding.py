@@ -19,7 +19,7 @@ from .moments import RobustMoments, SplitMoments
 from .operators import OperatorFit
 from .operators.fold import JOINT_RIDGES, fit_fold, fold_record, rounded_weight, solve_fold
 from .operators.fold_ghost import fit_fold_ghost
-from .operators.ghost_robust import fit_ghost_robust
+from .operators.ghost_robust import fit_ghost_robust, sink_record
 from .plan import Boundary
 from .token_classes import SinkRule
 
@@ -200,7 +200,9 @@ def fit_fold_ghost_boundary(
     split = SplitMoments(boundary, fit.behind(), held_out.behind())
     rule = runs.sink_rule(split, massive) if massive.any() else None
     robust = fit_ghost_robust(split, dtype=runs.dense.dtype, sinks=rule)
-    if rule is None or not rule.separates:
+    num_massive = fit.num_massive + held_out.num_massive
+    separates = rule is not None and rule.separates
+    if not separates:
         fit.count_massive_as_ordinary_()
         held_out.count_massive_as_ordinary_()
 
@@ -225,7 +227,11 @@ def fit_fold_ghost_boundary(
             "direction tells massive tokens from others)."
         )
         return (replace(robust, warnings=(*robust.warnings, line)),)
-    return (replace(joint, warnings=(*joint.warnings, *warnings)), robust)
+    diagnostics = joint.diagnostics
+    if not separates:
+        diagnostics = {**diagnostics, **sink_record(num_massive, rule, used=False)}
+    joint = replace(joint, diagnostics=diagnostics, warnings=(*joint.warnings, *warnings))
+    return (joint, robust)
 
 
 def _state_moments(
