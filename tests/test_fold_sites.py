@@ -79,6 +79,7 @@ def test_probing_leaves_the_model_as_it_is():
         ("olmo2", "a norm or gate follows it"),
         ("mixtral", "mixture of experts"),
         ("qwen3_moe", "mixture of experts"),
+        ("deepseek_v4", "does not run once on a"),
         ("deepseek_v3", "beside 'mlp.shared_experts.down_proj'"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .decoder import base_model, decoder_layers, input_device, input_embeddings
+from .decoder import base_model, decoder_layers, input_device, input_embeddings, text_config
 from .errors import UnsupportedModelError
 from .layer_probe import FoldSite, FoldSites, LayerProbe
 
@@ -59,7 +59,7 @@ def find_fold_sites(model: PreTrainedModel, index: int) -> FoldSites:
     model.eval()
     try:
         with torch.no_grad():
-            found = LayerProbe(layer, *_layer_call(model, layer)).sites()
+            found = _probe(model, layer)
     finally:
         model.train(training)
     if isinstance(found, str):
@@ -71,6 +71,18 @@ def find_fold_sites(model: PreTrainedModel, index: int) -> FoldSites:
         if site is not None:
             _check_weight(model, layer, site, index)
     return found
+
+
+def _probe(model: PreTrainedModel, layer: nn.Module) -> FoldSites | str:
+    """Return the maps, or why there are none."""
+    call = _layer_call(model, layer)
+    if call is None:
+        return "it does not run once on a (batch, positions, channels) state of text"
+    try:
+        return LayerProbe(layer, *call).sites()
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        return f"it cannot be called alone ({type(error).__name__}: {reason})"
 
 
 def _check_weight(model: PreTrainedModel, layer: nn.Module, site: FoldSite, index: int) -> None:
@@ -92,8 +104,10 @@ def _check_weight(model: PreTrainedModel, layer: nn.Module, site: FoldSite, inde
         )
 
 
-def _layer_call(model: PreTrainedModel, layer: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Capture the arguments with which the model calls a layer; the state is made random."""
+def _layer_call(
+    model: PreTrainedModel, layer: nn.Module
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Capture how the model calls a layer; the state is made random. None: not as expected."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def keep(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -106,11 +120,14 @@ def _layer_call(model: PreTrainedModel, layer: nn.Module) -> tuple[tuple[Any, ..
         base_model(model)(input_ids=ids, use_cache=False)
     finally:
         handle.remove()
-    args, kwargs = calls[0]
-    state = args[0] if args else kwargs["hidden_states"]
+    args, kwargs = calls[0] if len(calls) == 1 else ((), {})
+    state = args[0] if args else kwargs.get("hidden_states")
+    size = text_config(model.config).hidden_size
+    if not isinstance(state, torch.Tensor) or state.shape != (1, PROBE_TOKENS, size):
+        return None
     generator = torch.Generator().manual_seed(0)
-    size = float(state.float().square().mean(dim=-1).sqrt().median())  # massive tokens are few
-    drawn = (size * torch.randn(state.shape, generator=generator)).to(state)
+    rms = float(state.float().square().mean(dim=-1).sqrt().median())  # massive tokens are few
+    drawn = (rms * torch.randn(state.shape, generator=generator)).to(state)
     if args:
         return (drawn, *args[1:]), kwargs
     return (), {**kwargs, "hidden_states": drawn}
