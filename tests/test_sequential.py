@@ -118,6 +118,32 @@ def test_second_fold_sees_the_first_one():
     assert (new - old - d.T).abs().max() < 1e-4
 
 
+def test_what_the_guard_tests_has_never_seen_the_held_out_windows(monkeypatch):
+    """Other held-out windows: the same fits without them, at every boundary."""
+    dense, windows, parts = tiny_model(), random_ids(8, 96, seed=2), []
+    judge = recovery.judge_repairs
+    monkeypatch.setattr(
+        recovery,
+        "judge_repairs",
+        lambda m, p, plan, ladders, *a, **k: (
+            parts.append([ladder[0].fit_part["m"] for ladder in ladders.values()]),
+            judge(m, p, plan, ladders, *a, **k),
+        )[1],
+    )
+    for seed in (3, 4):
+        windows[[3, 7]] = random_ids(2, 96, seed=seed)
+        gl.prune(
+            dense,
+            layers="2,5",
+            recover="ghost-robust",
+            windows=windows,
+            fit="sequential",
+            ridge=1e-3,
+        )
+    for one, two in zip(*parts, strict=True):
+        assert torch.allclose(one, two, atol=1e-6)
+
+
 def test_only_prefixes_are_run():
     dense, ran = tiny_model(), []
     for index, layer in enumerate(dense.model.layers):

@@ -20,7 +20,7 @@ from .evaluation import window_losses
 from .moments import held_out_windows
 from .operators import NO_OPERATOR, OperatorFit
 from .plan import Boundary, PruningPlan
-from .repairs import apply_repairs_, without_held_out
+from .repairs import apply_repairs_, is_tested, without_held_out
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +146,7 @@ def judge_repairs(
     """
     first = {boundary: ladder[0] for boundary, ladder in ladders.items() if ladder}
     fits = [fit for ladder in ladders.values() for fit in ladder]
-    if len(ids) < MIN_WINDOWS or not all(fit.fit_part or fit.weights_part for fit in fits):
+    if len(ids) < MIN_WINDOWS or not all(map(is_tested, fits)):
         line = (
             f"{len(ids)} calibration windows are too few to test the operators by their loss on "
             f"held-out windows: they are used untested. Use at least {MIN_WINDOWS} windows."

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from .boundary_runs import RULE_WINDOWS, BoundaryRuns, repaired_student
 from .fold_plan import FoldPlan, moments_device, plan_folds
 from .folding import fit_fold_boundary, fit_fold_ghost_boundary
-from .guard import Verdict, judge_repairs
+from .guard import MIN_WINDOWS, Verdict, judge_repairs
 from .moments import MomentAccumulator, SplitMoments
 from .operators import FOLDING, GUARDED, NO_OPERATOR, ROBUST, OperatorFit
 from .plan import Boundary, PruningPlan
-from .repairs import apply_repairs_
+from .repairs import apply_repairs_, is_tested, with_parts_of, without_held_out
 from .steps import (
     collect_moments,
     find_massive_tokens,
@@ -139,22 +139,37 @@ class _Fitter:
     progress: bool = True
 
     def ladders(self) -> dict[Boundary, Ladder]:
-        """Fit every boundary; the same states serve all of them unless `fit` is sequential."""
+        """Fit every boundary; the same states serve all of them unless `fit` is sequential.
+
+        What the guard tests must not have seen the held-out windows, not even through the repairs
+        before it: a second student, with repairs fitted without them, gives the states for that.
+        """
         boundaries = self.plan.boundaries
         sequential = self.config.fit == "sequential"
         if self.config.recover not in FOLDING and not sequential:
             return self._on_dense_states(boundaries)
         found: dict[Boundary, Ladder] = {}
         for boundary in boundaries:
-            student = None
-            if sequential and found:
-                repairs = {done: ladder[0] for done, ladder in found.items()}
-                student = repaired_student(self.pruned, self.plan, boundary, repairs)
-            runs = BoundaryRuns(
-                self.model, boundary, self.ids, self.config.batch_size, student, self.progress
-            )
-            found[boundary] = self._fit(runs)
+            repairs = {done: ladder[0] for done, ladder in found.items()} if sequential else {}
+            ladder = self._fit(self._runs(boundary, repairs))
+            if self._tests(repairs):
+                repairs = {done: without_held_out(fit) for done, fit in repairs.items()}
+                ladder = with_parts_of(ladder, self._fit(self._runs(boundary, repairs)))
+            found[boundary] = ladder
         return found
+
+    def _tests(self, repairs: Mapping[Boundary, OperatorFit]) -> bool:
+        """Whether the guard will test what is fitted behind these repairs."""
+        guarded = self.config.recover in GUARDED and len(self.ids) >= MIN_WINDOWS
+        return bool(repairs) and guarded and all(map(is_tested, repairs.values()))
+
+    def _runs(self, boundary: Boundary, repairs: Mapping[Boundary, OperatorFit]) -> BoundaryRuns:
+        student = None
+        if repairs:
+            student = repaired_student(self.pruned, self.plan, boundary, repairs)
+        return BoundaryRuns(
+            self.model, boundary, self.ids, self.config.batch_size, student, self.progress
+        )
 
     def _fit(self, runs: BoundaryRuns) -> Ladder:
         boundary = runs.boundary

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,31 @@ if TYPE_CHECKING:
 def without_held_out(fit: OperatorFit) -> OperatorFit:
     """Return the same fit as it came out without the held-out windows; for the guard."""
     return replace(fit, tensors=fit.fit_part, weights=fit.weights_part)
+
+
+def is_tested(fit: OperatorFit) -> bool:
+    """Whether the same fit without the held-out windows is there."""
+    return bool(fit.fit_part or fit.weights_part)
+
+
+def with_parts_of(
+    ladder: Sequence[OperatorFit], others: Sequence[OperatorFit]
+) -> tuple[OperatorFit, ...]:
+    """Take what was fitted without the held-out windows from other fits of the same names.
+
+    How massive tokens are told apart belongs to the threshold in a fit's `spec`: it stays. A fit
+    without counterpart keeps its own.
+    """
+    by_name = {fit.name: fit for fit in others}
+
+    def joined(fit: OperatorFit) -> OperatorFit:
+        other = by_name.get(fit.name)
+        if other is None or set(other.fit_part) != set(fit.fit_part):
+            return fit
+        own = {k: v for k, v in fit.fit_part.items() if k == "sink_direction"}
+        return replace(fit, fit_part={**other.fit_part, **own}, weights_part=other.weights_part)
+
+    return tuple(map(joined, ladder))
 
 
 def apply_repairs_(
