@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -154,12 +155,32 @@ def test_only_prefixes_are_run():
     student = repaired_student(pruned, plan, boundary, {})
     runs = BoundaryRuns(dense, boundary, WINDOWS, 1, student, progress=False)
     ran.clear()
-    batches = list(runs.batches(["mlp.down_proj"]))
+    batches = []
+    runs.run(batches.append, ["mlp.down_proj"])
     assert [sorted(ran)] == [sorted([*(0, 1, 2, 3, 4, 5) * 3, *(0, 1, 3, 4) * 3])]
     assert batches[0].inputs["mlp.down_proj"].shape == (128, 128)
     assert torch.equal(
         torch.stack([b.held_out.any() for b in batches]), torch.tensor([0, 0, 1]) > 0
     )
+
+
+def test_no_batch_outlives_its_turn():
+    dense, references, alive = tiny_model(), [], []
+    dense.get_input_embeddings().register_forward_pre_hook(
+        lambda *_: alive.append(sum(reference() is not None for reference in references))
+    )
+    plan = gl.PruningPlan(8, (2, 5))
+    pruned = gl.remove_layers_(gl.share_tensors(dense), plan.removed)
+    boundary = Boundary(5, 6)
+    for student in (None, repaired_student(pruned, plan, boundary, {})):
+        runs = BoundaryRuns(dense, boundary, WINDOWS, 1, student, progress=False)
+
+        def consume(batch):
+            tensors = [batch.x, batch.y, batch.inputs["mlp.down_proj"]]
+            references.extend(map(weakref.ref, tensors))
+
+        runs.run(consume, ["mlp.down_proj"])
+    assert len(references) == 18 and len(alive) >= 9 and not any(alive)
 
 
 def test_massive_tokens_are_those_of_the_dense_model(monkeypatch):

@@ -6,7 +6,7 @@ repaired or changed, gives the states that really arrive there. Only prefixes ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from .operators import OperatorFit
 from .plan import Boundary, PruningPlan
 from .repairs import apply_repairs_
 from .steps import fit_sink_rules, prefix_of
-from .sweep import TokenRows, batches_of, progress_bar, stream
+from .sweep import Captured, TokenRows, batches_of, progress_bar, stream
 from .token_classes import SinkRule
 
 if TYPE_CHECKING:
@@ -107,12 +107,16 @@ class BoundaryRuns:
         change_weights_(model, {f"{prefix}{base.layer}.{p}": w for p, w in weights.items()})
         return Student(model, base.layer)
 
-    def batches(
-        self, paths: Sequence[str] = (), weights: Mapping[str, Tensor] | None = None
-    ) -> Iterator[BoundaryBatch]:
-        """Yield what arrives at the boundary.
+    def run(
+        self,
+        consume: Callable[[BoundaryBatch], None],
+        paths: Sequence[str] = (),
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Hand over what arrives at the boundary, batch by batch; nothing is kept.
 
         Args:
+            consume: Called with every batch.
             paths: Maps of the layer before the cut whose input to capture.
             weights: Changed weights of that layer, by path.
         """
@@ -123,8 +127,7 @@ class BoundaryRuns:
         if self.student is None and not weights:
             modules = _maps(teacher, start - 1, paths)
             for seen in stream(teacher, bar, (start, stop), modules):
-                x, y = seen.states[start], seen.states[stop]
-                yield self._batch(x, y, seen.inputs, seen.rows)
+                consume(self._batch(seen, start, seen, stop))
             return
         student = self.changed(weights or {})
         modules = _maps(student.model, student.layer, paths)
@@ -135,14 +138,17 @@ class BoundaryRuns:
             strict=True,
         )
         for target, seen in pairs:
-            x, y = seen.states[state], target.states[stop]
-            yield self._batch(x, y.to(x.device), seen.inputs, seen.rows)
+            consume(self._batch(seen, state, target, stop))
+            for part in (target, seen):  # the teacher's next pass comes before the student's
+                part.states.clear()
+                part.inputs.clear()
 
-    def _batch(
-        self, x: Tensor, y: Tensor, inputs: dict[str, Tensor], rows: TokenRows
-    ) -> BoundaryBatch:
-        held_out = held_out_mask(rows, *self.ids.shape)
-        return BoundaryBatch(x, y, inputs, rows, held_out)
+    def _batch(self, seen: Captured, state: int, target: Captured, stop: int) -> BoundaryBatch:
+        x = seen.states[state]
+        held_out = held_out_mask(seen.rows, *self.ids.shape)
+        return BoundaryBatch(
+            x, target.states[stop].to(x.device), dict(seen.inputs), seen.rows, held_out
+        )
 
     def sink_rule(
         self,

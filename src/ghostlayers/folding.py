@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -84,11 +84,13 @@ def _fold_moments(
 ) -> tuple[FeatureMoments, FeatureMoments]:
     """Collect moments of the maps' inputs against Δ, weights 1/max(‖x‖, ‖y‖)²."""
     parts: list[FeatureMoments] = []
-    for batch, inputs in _batches(runs, sites, changed, device):
+
+    def add(batch: BoundaryBatch) -> None:
+        inputs = _features(batch, sites, device)
         x, y = (state.to(device, torch.float64) for state in (batch.x, batch.y))
         if not parts:
-            width = inputs.shape[1]
-            parts = [FeatureMoments.zeros(width, x.shape[1], device) for _ in range(2)]
+            width, size = inputs.shape[1], x.shape[1]
+            parts.extend(FeatureMoments.zeros(width, size, device) for _ in range(2))
         longest = torch.maximum(x.norm(dim=1), y.norm(dim=1))[:, None]
         scale = torch.where(longest > 0, 1.0 / longest, torch.zeros_like(longest))
         rows = inputs * scale, (y - x) * scale, y * scale
@@ -98,20 +100,17 @@ def _fold_moments(
                 moments.add(*rows)
             elif mask.any():
                 moments.add(*(part[mask] for part in rows))
+
+    runs.run(add, [site.path for site in sites], changed)
     if not parts:
         raise CalibrationError("no calibration tokens: give at least one window of text.")
     return parts[0], parts[1]
 
 
-def _batches(
-    runs: BoundaryRuns, sites: Sequence[FoldSite], changed: Mapping[str, Tensor], device: Any
-) -> Iterator[tuple[BoundaryBatch, Tensor]]:
-    """Yield batches with the maps' inputs side by side, times their residual multipliers."""
-    for batch in runs.batches([site.path for site in sites], changed):
-        features = [
-            site.scale * batch.inputs[site.path].to(device, torch.float64) for site in sites
-        ]
-        yield batch, features[0] if len(features) == 1 else torch.cat(features, dim=1)
+def _features(batch: BoundaryBatch, sites: Sequence[FoldSite], device: Any) -> Tensor:
+    """Return the maps' inputs side by side, times their residual multipliers, float64."""
+    inputs = [site.scale * batch.inputs[site.path].to(device, torch.float64) for site in sites]
+    return inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=1)
 
 
 def _before(fit: FeatureMoments, held_out: FeatureMoments) -> dict[str, float]:
@@ -240,17 +239,22 @@ def _state_moments(
     """Collect moments of [m, x] against y, massive tokens apart."""
     parts: list[StateFeatureMoments] = []
     seen = 0
-    for batch, m in _batches(runs, [site], {}, device):
+
+    def add(batch: BoundaryBatch) -> None:
+        nonlocal seen
+        m = _features(batch, [site], device)
         x, y = (state.to(device, torch.float64) for state in (batch.x, batch.y))
         marked = massive[seen : seen + len(x)].to(device)
         seen += len(x)
         if not parts:
-            zeros = StateFeatureMoments.zeros
-            parts = [zeros(m.shape[1], x.shape[1], device) for _ in range(2)]
+            width, size = m.shape[1], x.shape[1]
+            parts.extend(StateFeatureMoments.zeros(width, size, device) for _ in range(2))
         for moments, mask in zip(parts, (~batch.held_out, batch.held_out), strict=True):
             mask = mask.to(device)
             if mask.any():
                 moments.add(m[mask], x[mask], y[mask], marked[mask])
+
+    runs.run(add, [site.path])
     if not parts:
         raise CalibrationError("no calibration tokens: give at least one window of text.")
     return parts[0], parts[1]

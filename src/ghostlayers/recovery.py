@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from .boundary_runs import RULE_WINDOWS, BoundaryRuns, repaired_student
+from .boundary_runs import RULE_WINDOWS, BoundaryBatch, BoundaryRuns, repaired_student
 from .fold_plan import FoldPlan, moments_device, plan_folds
 from .folding import fit_fold_boundary, fit_fold_ghost_boundary
 from .guard import MIN_WINDOWS, Verdict, judge_repairs
@@ -188,8 +188,11 @@ class _Fitter:
             device=self._device(),
             massive=self.massive,
         )
-        for batch in runs.batches():
+
+        def add(batch: BoundaryBatch) -> None:
             accumulator.update({boundary.start: batch.x, boundary.stop: batch.y}, batch.rows)
+
+        runs.run(add)
         split, rule = accumulator.result()[boundary], None
         if self.massive is not None:
             rule = runs.sink_rule(split, self.massive)

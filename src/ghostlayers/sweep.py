@@ -163,7 +163,8 @@ def stream(
         modules: Modules of the model whose input to capture, by any name.
 
     Yields:
-        One `Captured` per batch; tensors are float32 (float64 if they were).
+        One `Captured` per batch; tensors are float32 (float64 if they were). It is emptied when
+        the next one is asked for.
 
     Raises:
         CalibrationError: If a captured state is not finite; the layer and the dtype are named.
@@ -210,6 +211,8 @@ def stream(
         finally:
             model.train(training)
         yield Captured(captured, inputs, rows)
+        captured.clear()  # the consumer may hold on to it during the next pass
+        inputs.clear()
 
 
 def progress_bar(batches: Iterable[Batch], description: str, progress: bool) -> Iterable[Batch]:
