@@ -33,6 +33,11 @@ MIN_RECOVERED = 0.25
 MIN_ERRORS = 2.0
 # Standard errors by which a more complex repair must beat the next simpler one.
 MIN_ERRORS_SIMPLER = 1.0
+REQUIRED = {
+    "required_share": MIN_RECOVERED,
+    "required_standard_errors": MIN_ERRORS,
+    "required_standard_errors_over_simpler": MIN_ERRORS_SIMPLER,
+}
 Ladders = Mapping[Boundary, Sequence[OperatorFit]]
 
 
@@ -147,12 +152,7 @@ def judge_repairs(
     first = {boundary: ladder[0] for boundary, ladder in ladders.items() if ladder}
     fits = [fit for ladder in ladders.values() for fit in ladder]
     if len(ids) < MIN_WINDOWS or not all(map(is_tested, fits)):
-        line = (
-            f"{len(ids)} calibration windows are too few to test the operators by their loss on "
-            f"held-out windows: they are used untested. Use at least {MIN_WINDOWS} windows."
-        )
-        skipped = {"skipped": f"fewer than {MIN_WINDOWS} windows"}
-        return Verdict(first, {}, skipped, (line,))
+        return _untested(first, len(ids))
     held_out = guard_windows(ids)
 
     def losses(model: PreTrainedModel) -> list[float]:
@@ -185,14 +185,20 @@ def judge_repairs(
         "loss_all_operators": _mean(tried),
         "loss_chosen": _mean(current if chosen else none),
         "recovered_share": share,
-        "required_share": MIN_RECOVERED,
         "gain": whole.mean,
         "gain_standard_error": whole.error,
-        "required_standard_errors": MIN_ERRORS,
-        "required_standard_errors_over_simpler": MIN_ERRORS_SIMPLER,
+        **REQUIRED,
     }
     warnings = _dropped(ladders, chosen, _share(gain(none, tried), damage))
     return Verdict(chosen, boundaries, record, warnings)
+
+
+def _untested(first: Mapping[Boundary, OperatorFit], num_windows: int) -> Verdict:
+    line = (
+        f"{num_windows} calibration windows are too few to test the operators by their loss on "
+        f"held-out windows: they are used untested. Use at least {MIN_WINDOWS} windows."
+    )
+    return Verdict(first, {}, {"skipped": f"fewer than {MIN_WINDOWS} windows"}, (line,))
 
 
 def _share(won: Gain, lost: Gain) -> float:

@@ -55,6 +55,14 @@ def model_card(record: dict[str, Any]) -> str:
         "```",
         "",
     ]
+    lines += _what_was_repaired(record)
+    lines += ["The whole record is in `ghostlayers.json`.", ""]
+    return "\n".join(lines)
+
+
+def _what_was_repaired(record: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    operators = has_operators(record)
     if operators:
         lines += [
             "The operators that stand in for the removed layers are small modules inside the "
@@ -77,8 +85,7 @@ def model_card(record: dict[str, Any]) -> str:
             "the cut loses. This is a stock checkpoint.",
             "",
         ]
-    lines += ["The whole record is in `ghostlayers.json`.", ""]
-    return "\n".join(lines)
+    return lines
 
 
 def _calibration_line(record: dict[str, Any]) -> list[str]:

@@ -187,7 +187,6 @@ def stream(
         inputs[name] = rows if rows.dtype == torch.float64 else rows.float()
 
     device, size = input_device(model), text_config(model.config).hidden_size
-    takes_positions = "position_ids" in inspect.signature(base.forward).parameters
     window = 0
     for batch in batches:
         ids, mask = split_batch(batch)
@@ -197,12 +196,7 @@ def stream(
         shape = (ids.shape[0], ids.shape[1], size)
         if not len(flat):
             continue
-        arguments = {"input_ids": ids.to(device)}
-        if mask is not None:
-            arguments["attention_mask"] = mask.to(device)
-            if takes_positions:  # learned positions count from the first real token
-                positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
-                arguments["position_ids"] = positions.to(device)
+        arguments = _arguments(base, ids.to(device), mask)
         captured, inputs, training = {}, {}, model.training
         model.eval()
         try:
@@ -213,6 +207,18 @@ def stream(
         yield Captured(captured, inputs, rows)
         captured.clear()  # the consumer may hold on to it during the next pass
         inputs.clear()
+
+
+def _arguments(base: nn.Module, ids: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    """Return what the base model is called with."""
+    arguments = {"input_ids": ids}
+    if mask is not None:
+        arguments["attention_mask"] = mask.to(ids.device)
+        if "position_ids" in inspect.signature(base.forward).parameters:
+            # learned positions count from the first real token
+            positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+            arguments["position_ids"] = positions.to(ids.device)
+    return arguments
 
 
 def progress_bar(batches: Iterable[Batch], description: str, progress: bool) -> Iterable[Batch]:

@@ -111,6 +111,13 @@ def stored_operator(moments: BoundaryMoments, dtype: torch.dtype) -> tuple[Tenso
     return m, ridge
 
 
+def _operator_part(behind: RobustMoments, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return M and the shift behind a map that was changed without the held-out windows."""
+    shift = mean_shift(behind, dtype)
+    part = {"m": stored_operator(behind.ordinary, dtype)[0]}
+    return part if shift is None else {**part, "shift": shift}
+
+
 def fit_fold_ghost(
     fit: StateFeatureMoments,
     held_out: StateFeatureMoments,
@@ -144,18 +151,15 @@ def fit_fold_ghost(
         return new, kept if transposed else kept.T
 
     part, ridge, errors = choose_joint(fit, held_out, ridge)
-    fit_part: dict[str, Tensor] = {}
-    weights_part: dict[str, Tensor] = {}
-    before = held_out.behind().ordinary.relative_error()
-    after_part = None
+    weights_part, fit_part = {}, {}
+    found: dict[str, Any] = {"held_out_tokens": held_out.ordinary.num_tokens}
+    found |= {"held_out_error_before": None, "held_out_error_after": None}
     if part is not None:
         weights_part[path], part = changed(part)
-        behind = fit.behind(part)
-        fit_part["m"], _ = stored_operator(behind.ordinary, weight.dtype)
-        shift = mean_shift(behind, weight.dtype)
-        fit_part |= {} if shift is None else {"shift": shift}
-        after_part = held_out.behind(part).ordinary.relative_error(fit_part["m"])
-    counted = held_out.ordinary.num_tokens
+        fit_part = _operator_part(fit.behind(part), weight.dtype)
+        found["held_out_error_before"] = held_out.behind().ordinary.relative_error()
+        after = held_out.behind(part).ordinary.relative_error(fit_part["m"])
+        found["held_out_error_after"] = after
     total = fit.add_(held_out)
     new, d = changed(JointSolver(total).solve(ridge)[0])
     behind = total.behind(d)
@@ -176,9 +180,7 @@ def fit_fold_ghost(
     diagnostics: dict[str, Any] = fit_errors(ordinary, m, None)
     diagnostics |= {
         "error_before": total.behind().ordinary.relative_error(),
-        "held_out_tokens": counted,
-        "held_out_error_before": None if part is None else before,
-        "held_out_error_after": after_part,
+        **found,
         "maps": [path],
         **fold_record(ridge, errors),
         "operator_ridge": operator_ridge,
