@@ -328,19 +328,27 @@ class Judged:
 
         class Trial:
             def __init__(self, *_):
-                self.model = self
+                self.suffix = self
 
             def switch_(self, kept):
                 gained = sum(gains[boundary.start] for boundary in kept)
                 self.losses = [none - gained + n / 10 for n in noise]
 
-        def losses(model, ids, **_):
-            if isinstance(model, Trial):
-                return model.losses
-            return [(dense if model == "dense" else none) + n for n in noise]
+        class Scorer:
+            def __init__(self, *_, **__):
+                pass
+
+            def dense_losses(self, _states):
+                return [dense + n for n in noise]
+
+            def suffix(self, pruned, _plan):
+                return pruned
+
+            def losses(self, suffix):
+                return suffix.losses if isinstance(suffix, Trial) else [none + n for n in noise]
 
         monkeypatch.setattr(guard, "_Trial", Trial)
-        monkeypatch.setattr(guard, "window_losses", losses)
+        monkeypatch.setattr(guard, "SuffixScorer", Scorer)
         ids = random_ids(windows, 8)
         self.verdict = guard.judge_operators("dense", "pruned", self.plan, self.fits, ids)
         self.kept = [boundary.start for boundary in self.verdict.kept]

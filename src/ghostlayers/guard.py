@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .decoder import decoder_layers, share_tensors
-from .evaluation import window_losses
+from .decoder import decoder_layers
 from .moments import held_out_windows
 from .operators import OperatorFit
 from .plan import Boundary, PruningPlan
-from .steps import attach_operators_, set_operator_
+from .steps import set_operator_
+from .suffix import Suffix, SuffixScorer, first_state
 
 if TYPE_CHECKING:
     import torch
@@ -87,14 +87,12 @@ def guard_windows(ids: torch.Tensor) -> torch.Tensor:
 class _Trial:
     """The pruned model with operators fitted without the held-out windows, each on or off."""
 
-    def __init__(
-        self, pruned: PreTrainedModel, plan: PruningPlan, fits: Mapping[Boundary, OperatorFit]
-    ) -> None:
+    def __init__(self, suffix: Suffix, fits: Mapping[Boundary, OperatorFit]) -> None:
         self.tensors = {b: fit.fit_part for b, fit in fits.items()}
-        self.model = attach_operators_(share_tensors(pruned), plan, fits)
-        layers, self.modules = decoder_layers(self.model), {}
+        self.suffix = suffix.with_operators(fits)
+        layers, self.modules = decoder_layers(self.suffix.model), {}
         for boundary in fits:
-            layer, side = plan.operator_site(boundary)
+            layer, side = suffix.plan.operator_site(boundary)
             self.modules[boundary] = getattr(layers[layer], f"ghost_{side}")
 
     def switch_(self, kept: Sequence[Boundary]) -> None:
@@ -142,17 +140,16 @@ def judge_operators(
         return Verdict(tuple(fits), {}, skipped, (line,))
     held_out = guard_windows(ids)
 
-    def losses(model: PreTrainedModel) -> list[float]:
-        return window_losses(
-            model, held_out, batch_size=batch_size, description="guard", progress=progress
-        )
-
-    trial = _Trial(pruned, plan, fits)
-    lossless, none = losses(dense), losses(pruned)
+    scorer = SuffixScorer(
+        dense, held_out, batch_size=batch_size, description="guard", progress=progress
+    )
+    lossless = scorer.dense_losses([first_state(plan)])
+    bare = scorer.suffix(pruned, plan)
+    trial, none = _Trial(bare, fits), scorer.losses(bare)
 
     def trial_losses(kept: Sequence[Boundary]) -> list[float]:
         trial.switch_(kept)
-        return losses(trial.model) if kept else none
+        return scorer.losses(trial.suffix) if kept else none
 
     tried = trial_losses(tuple(fits))
     kept, current, boundaries = _leave_out(tuple(fits), tried, trial_losses)

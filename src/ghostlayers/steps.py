@@ -134,13 +134,13 @@ def collect_moments(
         window=max(part.shape[1] for part in ids),
         massive=massive,
     )
-    prefix = _prefix(model, max(boundary.stop for boundary in boundaries))
+    prefix = prefix_model(model, max(boundary.stop for boundary in boundaries))
     sweep(prefix, batches, [accumulator], description="moments", progress=progress)
     return accumulator.result()
 
 
-def _prefix(model: PreTrainedModel, last: int) -> PreTrainedModel:
-    """Return the model without the layers from `last` on, if its config can say so."""
+def prefix_model(model: PreTrainedModel, last: int) -> PreTrainedModel:
+    """Return the model without the layers from `last` ≥ 1 on, if its config can say so."""
     depth = len(decoder_layers(model))
     if last == depth:
         return model
@@ -182,7 +182,7 @@ def fit_sink_rules(
     if not directions:
         return {}
     accumulator = ScoreAccumulator(directions, massive)
-    prefix = _prefix(model, max(1, max(boundary.start for boundary in directions)))
+    prefix = prefix_model(model, max(1, max(boundary.start for boundary in directions)))
     sweep(prefix, batches, [accumulator], description="sink rule", progress=progress)
     return {
         boundary: place_threshold(
