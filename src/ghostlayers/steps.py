@@ -9,6 +9,7 @@ import torch
 
 from .decoder import decoder_layers, decoder_path, remove_layers_, share_tensors
 from .errors import CalibrationError, UnsupportedModelError
+from .model_checks import check_cache
 from .modeling_ghostlayers import attach_operators_ as attach_zero_operators_
 from .moments import MomentAccumulator, RobustMoments, SplitMoments
 from .operators import OperatorFit, get_operator
@@ -137,6 +138,18 @@ def collect_moments(
     prefix = prefix_model(model, max(boundary.stop for boundary in boundaries))
     sweep(prefix, batches, [accumulator], description="moments", progress=progress)
     return accumulator.result()
+
+
+def cut(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
+    """Return the pruned model; it shares the dense model's tensors.
+
+    Raises:
+        UnsupportedModelError: If the config cannot describe it, a reload would change it, or its
+            cache does not work.
+    """
+    pruned = remove_layers_(share_tensors(model), plan.removed)
+    check_cache(pruned, what=f"the model without layers {list(plan.removed)}")
+    return pruned
 
 
 def prefix_model(model: PreTrainedModel, last: int) -> PreTrainedModel:
