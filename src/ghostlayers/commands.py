@@ -17,7 +17,7 @@ from .config import PruneConfig
 from .errors import CalibrationError, CheckpointError
 from .plan import format_layers
 from .records import has_operators, plain, read_record, versions, write_json
-from .tables import bar, boundary_table, render_table, search_table
+from .tables import bar, boundary_table, heat_map, render_table, search_table
 from .text_sources import check_source
 
 
@@ -88,6 +88,8 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
         for k in budgets
     ]
     print("\n" + render_table(["remove", *names], rows))
+    if analysis.recoverability is not None:
+        print("\n" + heat_map(analysis.recoverability.ratio.tolist()))
     return {"model": args.model, **analysis.to_dict()}
 
 

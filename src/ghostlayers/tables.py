@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,9 @@ from .plan import format_layers
 
 BAR_WIDTH = 30
 SHOWN_CANDIDATES = 8
+MAX_WIDTH = 100
+MARGIN = 7
+SHADES = "·░▒▓█"
 
 
 def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -77,3 +81,46 @@ def search_table(search: dict[str, Any]) -> str:
     dense = f"dense model: loss {_number(search['loss_dense'])}"
     more = f"; {hidden} more in the record" if hidden else ""
     return f"{render_table(header, rows)}\n{dense}{more}"
+
+
+def heat_map(ratio: Sequence[Sequence[float]]) -> str:
+    """Draw the recoverability of contiguous cuts: a row per first layer, a column per length.
+
+    Args:
+        ratio: (L+1, L+1), error after over error before of the cut [s, e); nan where there is none.
+
+    Returns:
+        Two digits per cut, or one shade where these do not fit in `MAX_WIDTH` columns, and a
+        legend.
+    """
+    rows = {
+        start: [value for value in row[start + 1 :] if not math.isnan(value)]
+        for start, row in enumerate(ratio)
+    }
+    rows = {start: values for start, values in rows.items() if values}
+    if not rows:
+        return "no layer may be removed"
+    lengths = range(1, max(map(len, rows.values())) + 1)
+    digits = MARGIN + 3 * len(lengths) <= MAX_WIDTH
+
+    def cell(value: float) -> str:
+        if digits:
+            return f" {min(round(100 * value), 99):2d}"
+        return SHADES[min(int(value * len(SHADES)), len(SHADES) - 1)]
+
+    if digits:
+        head = "".join(f" {length:2d}" for length in lengths)
+        legend = (
+            "percent of the error that stays after a linear repair, on held-out tokens "
+            "(99: no gain, or worse)"
+        )
+    else:
+        head = "".join(str(length // 10) if length % 10 == 0 else "." for length in lengths)
+        limits = [round(100 * step / len(SHADES)) for step in range(len(SHADES) + 1)]
+        legend = "error that stays after a linear repair, on held-out tokens: " + ", ".join(
+            f"{shade} {low}-{high} %"
+            for shade, low, high in zip(SHADES, limits, limits[1:], strict=False)
+        )
+    lines = [f"{start:>{MARGIN - 1}} " + "".join(map(cell, row)) for start, row in rows.items()]
+    title = f"{'first':>{MARGIN - 1}}  layers removed\n{'layer':>{MARGIN - 1}} {head}"
+    return "\n".join([title, *lines, legend])
