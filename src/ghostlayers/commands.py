@@ -89,7 +89,7 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     ]
     print("\n" + render_table(["remove", *names], rows))
     if analysis.recoverability is not None:
-        print("\n" + heat_map(analysis.recoverability.ratio.tolist()))
+        print("\n" + heat_map(analysis.recoverability.error_after.tolist()))
     return {"model": args.model, **analysis.to_dict()}
 
 

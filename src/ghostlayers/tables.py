@@ -13,6 +13,7 @@ SHOWN_CANDIDATES = 8
 MAX_WIDTH = 100
 MARGIN = 7
 SHADES = "·░▒▓█"
+LEGEND = "error of the state behind the cut after a linear repair, percent of its norm, held-out"
 
 
 def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -83,11 +84,11 @@ def search_table(search: dict[str, Any]) -> str:
     return f"{render_table(header, rows)}\n{dense}{more}"
 
 
-def heat_map(ratio: Sequence[Sequence[float]]) -> str:
+def heat_map(errors: Sequence[Sequence[float]]) -> str:
     """Draw the recoverability of contiguous cuts: a row per first layer, a column per length.
 
     Args:
-        ratio: (L+1, L+1), error after over error before of the cut [s, e); nan where there is none.
+        errors: (L+1, L+1), error of the cut [s, e) after its repair; nan where there is none.
 
     Returns:
         Two digits per cut, or one shade where these do not fit in `MAX_WIDTH` columns, and a
@@ -95,7 +96,7 @@ def heat_map(ratio: Sequence[Sequence[float]]) -> str:
     """
     rows = {
         start: [value for value in row[start + 1 :] if not math.isnan(value)]
-        for start, row in enumerate(ratio)
+        for start, row in enumerate(errors)
     }
     rows = {start: values for start, values in rows.items() if values}
     if not rows:
@@ -110,15 +111,12 @@ def heat_map(ratio: Sequence[Sequence[float]]) -> str:
 
     if digits:
         head = "".join(f" {length:2d}" for length in lengths)
-        legend = (
-            "percent of the error that stays after a linear repair, on held-out tokens "
-            "(99: no gain, or worse)"
-        )
+        legend = f"{LEGEND}; 99: or more"
     else:
         head = "".join(str(length // 10) if length % 10 == 0 else "." for length in lengths)
         limits = [round(100 * step / len(SHADES)) for step in range(len(SHADES) + 1)]
-        legend = "error that stays after a linear repair, on held-out tokens: " + ", ".join(
-            f"{shade} {low}-{high} %"
+        legend = f"{LEGEND}: " + ", ".join(
+            f"{shade} {low}-{high}"
             for shade, low, high in zip(SHADES, limits, limits[1:], strict=False)
         )
     lines = [f"{start:>{MARGIN - 1}} " + "".join(map(cell, row)) for start, row in rows.items()]
