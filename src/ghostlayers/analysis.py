@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +117,19 @@ def analyze(
         seed=config.seed,
     )
     similarity = measure_similarity(model, batches, also=[probe], progress=progress)
+    return Analysis(
+        similarity=similarity,
+        num_clusters=config.num_clusters or num_clusters_for(similarity.rls),
+        selections=_selections(similarity, config, allowed),
+        windows=windows,
+        recoverability=probe.result(allowed, device=input_device(model), progress=progress),
+    )
+
+
+def _selections(
+    similarity: Similarity, config: PruneConfig, allowed: Sequence[int]
+) -> dict[str, dict[int, tuple[int, ...]]]:
+    """List what each selector that reads similarities would remove, for every budget."""
     selections: dict[str, dict[int, tuple[int, ...]]] = {name: {} for name in selector_names()}
     for name, budgets in selections.items():
         for budget in range(1, len(allowed) + 1):
@@ -131,10 +145,4 @@ def analyze(
             except PlanError:
                 continue  # documented: this selector has no answer for this budget
             budgets[budget] = plan.removed
-    return Analysis(
-        similarity=similarity,
-        num_clusters=config.num_clusters or num_clusters_for(similarity.rls),
-        selections=selections,
-        windows=windows,
-        recoverability=probe.result(allowed, device=input_device(model), progress=progress),
-    )
+    return selections

@@ -166,6 +166,20 @@ class _Judge:
             scored.append(Scored(candidate, none, repaired))
         return scored
 
+    def record(self) -> dict[str, Any]:
+        """Return JSON values: with what it was judged, and what the architecture refused."""
+        refused = [
+            {"layers": list(removed), "reason": str(error)}
+            for removed, error in self.refused.items()
+        ]
+        return {
+            "operator": self.operator,
+            "windows": len(self.ids),
+            "held_out_windows": len(self.scorer.ids),
+            "window": self.ids.shape[1],
+            "refused": refused,
+        }
+
     def _fit(self, boundaries: set[Boundary]) -> None:
         """Fit the operators of new boundaries, without the held-out windows."""
         missing = sorted(boundaries - set(self.fits))
@@ -246,17 +260,10 @@ def search_layers(
     rounds = _swap_rounds(judge, context, scored)
     ranked = sorted(scored, key=lambda item: item.loss)  # stable: ties go to the earlier one
     record = {
-        "operator": judge.operator,
-        "windows": len(chosen),
-        "held_out_windows": len(judge.scorer.ids),
-        "window": ids.shape[1],
+        **judge.record(),
         "rounds": rounds,
         "loss_dense": _mean(lossless),
         "candidates": [item.to_dict() for item in ranked],
-        "refused": [
-            {"layers": list(removed), "reason": str(error)}
-            for removed, error in judge.refused.items()
-        ],
     }
     return SearchResult(PruningPlan(depth, ranked[0].candidate.removed), record)
 
