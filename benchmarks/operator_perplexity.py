@@ -3,12 +3,13 @@
     python benchmarks/operator_perplexity.py MODEL --cuts 7-13 12-18 --operators none ghost-robust \
         --calibration c4.txt --texts wiki.test.raw c4.rest.txt
 
-Prints one JSON line for each cut and operator.
+Prints one JSON line for each cut, operator and kind of fit.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--cuts", nargs="+", required=True, help="each as for `--layers`")
     parser.add_argument("--operators", nargs="+", default=["none", "ghost", "ghost-robust"])
+    parser.add_argument("--fits", nargs="+", default=["dense"], help="dense, sequential")
     parser.add_argument("--calibration", required=True, help="local text file")
     parser.add_argument("--texts", nargs="+", required=True, help="local text files to score")
     parser.add_argument("--num-windows", type=int, default=32, help="calibration windows")
@@ -37,25 +39,39 @@ def main() -> None:
         text: gl.text_windows(tokenizer, text, num_windows=count, window=args.window)
         for text, count in counts.items()
     }
-    for cut in args.cuts:
-        for operator in args.operators:
-            start = time.perf_counter()
-            result = gl.prune(
-                model,
-                layers=cut,
-                recover=operator,
-                windows=windows[args.calibration],
-                batch_size=args.batch_size,
-            )
-            seconds = time.perf_counter() - start
-            scored = {
-                text: round(gl.perplexity(result.model, windows[text]).perplexity, 2)
-                for text in args.texts
-            }
-            used = [entry["operator"] for entry in result.record["boundaries"]]
-            guard = result.record["guard"]
-            line = {"cut": cut, "operator": operator, "used": used, "perplexity": scored}
-            print(json.dumps({**line, "guard": guard, "seconds": round(seconds, 1)}), flush=True)
+    settings = itertools.product(args.cuts, args.operators, args.fits)
+    for cut, operator, fit in settings:
+        start = time.perf_counter()
+        result = gl.prune(
+            model,
+            layers=cut,
+            recover=operator,
+            fit=fit,
+            windows=windows[args.calibration],
+            batch_size=args.batch_size,
+        )
+        seconds = time.perf_counter() - start
+        scored = {
+            text: round(gl.perplexity(result.model, windows[text]).perplexity, 2)
+            for text in args.texts
+        }
+        entries, guard = result.record["boundaries"], result.record["guard"]
+        print(
+            json.dumps(
+                {
+                    "cut": cut,
+                    "operator": operator,
+                    "fit": fit,
+                    "used": [entry["operator"] for entry in entries],
+                    "perplexity": scored,
+                    "ridges": [entry.get("ridge") for entry in entries],
+                    "conditions": [entry.get("condition") for entry in entries],
+                    "guard": guard,
+                    "seconds": round(seconds, 1),
+                }
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

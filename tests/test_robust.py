@@ -321,36 +321,33 @@ class Judged:
     def __init__(self, monkeypatch, gains, *, dense=2.0, none=4.0, windows=16):
         self.plan = PruningPlan(12, (1, 4, 7))
         self.fits = {
-            boundary: OperatorFit("ghost-robust", {}, {}, fit_part={"m": torch.zeros(2, 2)})
+            boundary: (OperatorFit("ghost-robust", {}, {}, fit_part={"m": torch.zeros(2, 2)}),)
             for boundary in self.plan.boundaries
         }
         noise = [0.1, -0.1, 0.05, -0.05]
 
         class Trial:
             def __init__(self, *_):
-                self.suffix = self
+                self.none = [none + n for n in noise]
 
-            def switch_(self, kept):
-                gained = sum(gains[boundary.start] for boundary in kept)
-                self.losses = [none - gained + n / 10 for n in noise]
+            def losses(self, choice):
+                gained = sum(gains[boundary.start] for boundary in choice)
+                return [none - gained + n / 10 for n in noise] if choice else self.none
 
         class Scorer:
-            def __init__(self, *_, **__):
-                pass
+            ids = random_ids(4, 8)
 
             def dense_losses(self, _states):
                 return [dense + n for n in noise]
 
-            def suffix(self, pruned, _plan):
+            def suffix(self, pruned, _plan, _start):
                 return pruned
 
-            def losses(self, suffix):
-                return suffix.losses if isinstance(suffix, Trial) else [none + n for n in noise]
-
         monkeypatch.setattr(guard, "_Trial", Trial)
-        monkeypatch.setattr(guard, "SuffixScorer", Scorer)
         ids = random_ids(windows, 8)
-        self.verdict = guard.judge_operators("dense", "pruned", self.plan, self.fits, ids)
+        self.verdict = guard.judge_repairs(
+            "dense", "pruned", self.plan, self.fits, ids, scorer=Scorer()
+        )
         self.kept = [boundary.start for boundary in self.verdict.kept]
 
 
@@ -361,7 +358,7 @@ def test_guard_drops_what_hurts_and_keeps_the_rest(monkeypatch):
     assert verdict.record["recovered_share"] == pytest.approx(0.45)
     assert verdict.boundaries[Boundary(4, 5)]["gain"] == pytest.approx(-0.3)
     assert [entry["kept"] for entry in verdict.boundaries.values()] == [True, False, True]
-    assert "no operator at [4, 5)" in verdict.warnings[0]
+    assert "no repair at [4, 5)" in verdict.warnings[0]
 
 
 def test_guard_wants_a_quarter_of_the_damage_back(monkeypatch):
@@ -420,12 +417,12 @@ def test_harmful_operator_is_dropped_and_the_checkpoint_is_stock(spoken, tmp_pat
     assert entry["guard"]["fit"]["error_before"] == entry["error_before"]
     assert entry["guard"]["gain"] < 0
     assert result.record["guard"]["windows"] == 8
-    assert any("no operator at [2, 4)" in line for line in result.warnings)
+    assert any("no repair at [2, 4)" in line for line in result.warnings)
     none = gl.prune(dense, layers="2-3", recover="none").model
     assert torch.equal(logits(result.model, windows), logits(none, windows))
     out = gl.save_pruned(result, tmp_path / "out")
     config = json.loads((out / "config.json").read_text())
     assert config["model_type"] == "llama"
     card = (out / "README.md").read_text()
-    assert "No operator was kept" in card and "trust_remote_code" not in card
+    assert "No repair was kept" in card and "trust_remote_code" not in card
     assert reload(out).config.architectures == ["LlamaForCausalLM"]

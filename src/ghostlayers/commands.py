@@ -163,17 +163,21 @@ def _dry_run(
     config: PruneConfig, model_config: Any, window: int, num_remove: int | None
 ) -> dict[str, Any]:
     from .decoder import num_decoder_layers, text_config
-    from .operators import NO_OPERATOR
+    from .operators import FOLDING, NO_OPERATOR
 
     depth, size = num_decoder_layers(model_config), text_config(model_config).hidden_size
     moments = 0 if config.recover == NO_OPERATOR else 4 * size * size * 8
+    folding = config.recover in FOLDING
     rows = [[name, str(value)] for name, value in config.to_dict().items()]
     rows += [
         ["window (resolved)", str(window)],
         ["decoder layers", str(depth)],
         ["hidden size", str(size)],
         ["calibration tokens", str(config.num_windows * window)],
-        ["moments per boundary", f"{moments / 1e6:.1f} MB (float64)"],
+        [
+            "moments per boundary",
+            "known once the model is loaded" if folding else f"{moments / 1e6:.1f} MB (float64)",
+        ],
     ]
     print(render_table(["setting", "value"], rows))
     print("\ndry run: nothing was loaded or written")
@@ -182,7 +186,7 @@ def _dry_run(
         "window": window,
         "num_layers": depth,
         "num_remove": num_remove,
-        "moments_bytes_per_boundary": moments,
+        "moments_bytes_per_boundary": None if folding else moments,
         "versions": versions(),
     }
 

@@ -10,6 +10,8 @@ from .operators import operator_names
 from .selectors import AUTO, AUTO_MIN_WINDOWS, select_names
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+FITS = ("dense", "sequential")
+FOLD_MAPS = ("both", "mlp")
 
 
 def _option(default: Any, help_text: str, **metadata: Any) -> Any:
@@ -32,11 +34,25 @@ class PruneConfig:
         None, "remove exactly these layers, e.g. 12-18,21 (0-based, both ends included)"
     )
     select: str = _option("lorp", "which layers go", choices=select_names)
-    recover: str = _option("ghost", "operator put at each boundary", choices=operator_names)
+    recover: str = _option("ghost", "how each boundary is repaired", choices=operator_names)
     ridge: float = _option(
         0.0,
         "relative ridge: lambda * trace(gram) / C is added to the diagonal; 0 = minimum norm "
-        "(ghost) or chosen on held-out windows (ghost-robust)",
+        "(ghost) or chosen on held-out windows (all others)",
+    )
+    fit: str = _option(
+        "dense",
+        "states that several boundaries are fitted on: the dense model's, or those of the model "
+        "repaired so far, from the input side",
+        choices=lambda: FITS,
+    )
+    fold_maps: str = _option(
+        "both",
+        "maps that fold refits: attention and MLP output, or MLP only",
+        choices=lambda: FOLD_MAPS,
+    )
+    moments_device: str = _option(
+        "auto", "where the float64 moments live: auto (where the model is), cpu, cuda, cuda:1, ..."
     )
     num_clusters: int | None = _option(
         None, "clusters of lorp (default: 2, 3 or 4, by the Representation Locality Score)"

@@ -1,22 +1,25 @@
-"""The guard: an operator stays only if the pruned model's loss on held-out windows says so.
+"""The guard: a repair stays only if the pruned model's loss on held-out windows says so.
 
 A lower error of the hidden state is no proof: removing one shallow layer of SmolLM2 and fitting an
 operator lowers the error on other text too and raises perplexity there. What generalises from one
 corpus to another is a gain that is a large part of the damage and well above its own noise.
+
+The candidates of a boundary form a ladder, the most complex one first. Below the last stands
+nothing at all.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .decoder import decoder_layers
+from .decoder import share_tensors
 from .moments import held_out_windows
-from .operators import OperatorFit
+from .operators import NO_OPERATOR, OperatorFit
 from .plan import Boundary, PruningPlan
-from .steps import set_operator_
+from .repairs import apply_repairs_, is_tested, without_held_out
 from .suffix import Suffix, SuffixScorer, first_state
 
 if TYPE_CHECKING:
@@ -28,6 +31,9 @@ GUARD_WINDOWS = 8
 # Share of the lost nats that the operators must win back, and standard errors of their mean gain.
 MIN_RECOVERED = 0.25
 MIN_ERRORS = 2.0
+# Standard errors by which a more complex repair must beat the next simpler one.
+MIN_ERRORS_SIMPLER = 1.0
+Ladders = Mapping[Boundary, Sequence[OperatorFit]]
 
 
 @dataclass(frozen=True)
@@ -42,10 +48,14 @@ class Gain:
     mean: float
     error: float
 
+    def exceeds(self, errors: float) -> bool:
+        """Whether it is above so many of its standard errors."""
+        return self.mean > errors * self.error and self.mean > 0
+
     @property
     def is_sure(self) -> bool:
         """Whether it is above its noise."""
-        return self.mean > MIN_ERRORS * self.error and self.mean > 0
+        return self.exceeds(MIN_ERRORS)
 
 
 def gain(before: Sequence[float], after: Sequence[float]) -> Gain:
@@ -65,16 +75,21 @@ class Verdict:
     """What the guard decided.
 
     Attributes:
-        kept: Boundaries whose operator stays.
-        boundaries: JSON values by boundary: what its own operator gains.
+        chosen: The repair of each boundary that has one.
+        boundaries: JSON values by boundary: what was tried against what, and what it gains.
         record: JSON values of the whole: windows, losses, share recovered, or why it was skipped.
         warnings: One line each.
     """
 
-    kept: tuple[Boundary, ...]
+    chosen: Mapping[Boundary, OperatorFit]
     boundaries: Mapping[Boundary, dict[str, Any]]
     record: dict[str, Any]
     warnings: tuple[str, ...] = ()
+
+    @property
+    def kept(self) -> tuple[Boundary, ...]:
+        """Boundaries with a repair."""
+        return tuple(self.chosen)
 
 
 def guard_windows(ids: torch.Tensor) -> torch.Tensor:
@@ -84,95 +99,113 @@ def guard_windows(ids: torch.Tensor) -> torch.Tensor:
     return ids[held_out[::step][:GUARD_WINDOWS]]
 
 
+def guard_scorer(
+    dense: PreTrainedModel, ids: torch.Tensor, *, batch_size: int = 1, progress: bool = True
+) -> SuffixScorer:
+    """Return what scores models on the held-out windows of (n, T) calibration windows."""
+    held_out = guard_windows(ids)
+    return SuffixScorer(
+        dense, held_out, batch_size=batch_size, description="guard", progress=progress
+    )
+
+
+def first_changed_layer(plan: PruningPlan, ladders: Ladders) -> int:
+    """Return the first layer of the dense model that a cut or one of its repairs changes."""
+    folded = [
+        boundary.start - 1
+        for boundary, ladder in ladders.items()
+        if any(fit.weights for fit in ladder)
+    ]
+    return min([first_state(plan), *folded])
+
+
 class _Trial:
-    """The pruned model with operators fitted without the held-out windows, each on or off."""
+    """The pruned model with repairs fitted without the held-out windows, one choice at a time."""
 
-    def __init__(self, suffix: Suffix, fits: Mapping[Boundary, OperatorFit]) -> None:
-        self.tensors = {b: fit.fit_part for b, fit in fits.items()}
-        self.suffix = suffix.with_operators(fits)
-        layers, self.modules = decoder_layers(self.suffix.model), {}
-        for boundary in fits:
-            layer, side = suffix.plan.operator_site(boundary)
-            self.modules[boundary] = getattr(layers[layer], f"ghost_{side}")
+    def __init__(self, scorer: SuffixScorer, bare: Suffix) -> None:
+        self.scorer, self.bare = scorer, bare
+        self.none = scorer.losses(bare)
 
-    def switch_(self, kept: Sequence[Boundary]) -> None:
-        """Turn on the operators of some boundaries; the others do nothing."""
-        for boundary, module in self.modules.items():
-            part = self.tensors[boundary]
-            off = {name: tensor.new_zeros(tensor.shape) for name, tensor in part.items()}
-            set_operator_(module, part if boundary in kept else off)
+    def losses(self, choice: Mapping[Boundary, OperatorFit]) -> list[float]:
+        """Return the losses with a choice of repairs; the other boundaries have none."""
+        if not choice:
+            return self.none
+        model = share_tensors(self.bare.model)
+        parts = {boundary: without_held_out(fit) for boundary, fit in choice.items()}
+        apply_repairs_(model, self.bare.plan, parts)
+        return self.scorer.losses(replace(self.bare, model=model))
 
 
-def judge_operators(
+def judge_repairs(
     dense: PreTrainedModel,
     pruned: PreTrainedModel,
     plan: PruningPlan,
-    fits: Mapping[Boundary, OperatorFit],
+    ladders: Ladders,
     ids: torch.Tensor,
     *,
     batch_size: int = 1,
+    scorer: SuffixScorer | None = None,
     progress: bool = True,
 ) -> Verdict:
-    """Decide which operators stay.
+    """Decide which repairs stay.
 
-    All operators stand in the pruned model at first. From the output side on each is left out once,
-    and goes for good if its gain is not above two standard errors. What is left must win back a
-    quarter of the nats that the cut loses, again by more than two standard errors; or all go.
+    The most complex repair of every boundary is in the pruned model at first. From the output side
+    on each boundary goes down its ladder: the simpler repair replaces the present one unless this
+    gains more than one standard error over it (two over none). What is left must win back a quarter
+    of the nats that the cut loses, again by more than two standard errors; or all go.
 
     Args:
         dense: The dense model.
-        pruned: The pruned model without operators; it is left as it is.
+        pruned: The pruned model without repairs; it is left as it is.
         plan: The plan.
-        fits: Fits with `fit_part`.
+        ladders: Fits of every boundary, the most complex first, each also fitted without the
+            held-out windows.
         ids: (n, T) calibration windows that the fits are from.
         batch_size: Windows per forward pass.
+        scorer: From `guard_scorer`, if several plans are judged on the same windows.
         progress: Show progress bars when standard error is a terminal.
 
     Returns:
-        The verdict. With fewer than `MIN_WINDOWS` windows every operator stays, with a warning.
+        The verdict. With fewer than `MIN_WINDOWS` windows the first repair of every boundary stays,
+        with a warning.
     """
-    if len(ids) < MIN_WINDOWS or not all(fit.fit_part for fit in fits.values()):
+    first = {boundary: ladder[0] for boundary, ladder in ladders.items() if ladder}
+    fits = [fit for ladder in ladders.values() for fit in ladder]
+    if len(ids) < MIN_WINDOWS or not all(map(is_tested, fits)):
         line = (
             f"{len(ids)} calibration windows are too few to test the operators by their loss on "
             f"held-out windows: they are used untested. Use at least {MIN_WINDOWS} windows."
         )
         skipped = {"skipped": f"fewer than {MIN_WINDOWS} windows"}
-        return Verdict(tuple(fits), {}, skipped, (line,))
-    held_out = guard_windows(ids)
-
-    scorer = SuffixScorer(
-        dense, held_out, batch_size=batch_size, description="guard", progress=progress
-    )
-    lossless = scorer.dense_losses([first_state(plan)])
-    bare = scorer.suffix(pruned, plan)
-    trial, none = _Trial(bare, fits), scorer.losses(bare)
-
-    def trial_losses(kept: Sequence[Boundary]) -> list[float]:
-        trial.switch_(kept)
-        return scorer.losses(trial.suffix) if kept else none
-
-    tried = trial_losses(tuple(fits))
-    kept, current, boundaries = _leave_out(tuple(fits), tried, trial_losses)
+        return Verdict(first, {}, skipped, (line,))
+    scorer = scorer or guard_scorer(dense, ids, batch_size=batch_size, progress=progress)
+    start = first_changed_layer(plan, ladders)
+    lossless = scorer.dense_losses([start])
+    trial = _Trial(scorer, scorer.suffix(pruned, plan, start))
+    none, tried = trial.none, trial.losses(first)
+    chosen, current, boundaries = _go_down(ladders, first, tried, trial.losses)
     damage, whole = gain(none, lossless), gain(none, current)
     share = _share(whole, damage)
     if share < MIN_RECOVERED or not whole.is_sure:
-        kept = ()
+        chosen = {}
     for boundary, entry in boundaries.items():
-        entry["kept"] = boundary in kept
+        entry["kept"] = boundary in chosen
+        entry["chosen"] = chosen[boundary].name if boundary in chosen else NO_OPERATOR
     record = {
-        "windows": len(held_out),
+        "windows": len(scorer.ids),
         "loss_dense": _mean(lossless),
         "loss_none": _mean(none),
         "loss_all_operators": _mean(tried),
-        "loss_chosen": _mean(current if kept else none),
+        "loss_chosen": _mean(current if chosen else none),
         "recovered_share": share,
         "required_share": MIN_RECOVERED,
         "gain": whole.mean,
         "gain_standard_error": whole.error,
         "required_standard_errors": MIN_ERRORS,
+        "required_standard_errors_over_simpler": MIN_ERRORS_SIMPLER,
     }
-    warnings = _dropped(fits, kept, _share(gain(none, tried), damage))
-    return Verdict(kept, boundaries, record, warnings)
+    warnings = _dropped(ladders, chosen, _share(gain(none, tried), damage))
+    return Verdict(chosen, boundaries, record, warnings)
 
 
 def _share(won: Gain, lost: Gain) -> float:
@@ -182,21 +215,38 @@ def _share(won: Gain, lost: Gain) -> float:
     return won.mean / lost.mean if lost.mean > 0 else 0.0
 
 
-def _leave_out(
-    boundaries: tuple[Boundary, ...],
+def _go_down(
+    ladders: Ladders,
+    first: Mapping[Boundary, OperatorFit],
     current: list[float],
-    losses: Callable[[Sequence[Boundary]], list[float]],
-) -> tuple[tuple[Boundary, ...], list[float], dict[Boundary, dict[str, Any]]]:
-    """Leave out each operator once, from the output side on; return what stays and its losses."""
-    kept, gains = boundaries, {}
-    for boundary in sorted(boundaries, reverse=True):
-        rest = tuple(other for other in kept if other != boundary)
-        without = losses(rest)
-        own = gain(without, current)
-        gains[boundary] = {"gain": own.mean, "gain_standard_error": own.error}
-        if not own.is_sure:
-            kept, current = rest, without
-    return kept, current, gains
+    losses: Callable[[Mapping[Boundary, OperatorFit]], list[float]],
+) -> tuple[dict[Boundary, OperatorFit], list[float], dict[Boundary, dict[str, Any]]]:
+    """Replace repairs by simpler ones; return what stays, its losses and what was tried."""
+    chosen, entries = dict(first), {}
+    for boundary in sorted(chosen, reverse=True):
+        candidate, tried = chosen[boundary].name, []
+        for simpler in (*ladders[boundary][1:], None):
+            rest = {other: fit for other, fit in chosen.items() if other != boundary}
+            choice = rest if simpler is None else {**rest, boundary: simpler}
+            without = losses(choice)
+            own = gain(without, current)
+            required = MIN_ERRORS if simpler is None else MIN_ERRORS_SIMPLER
+            stays = own.exceeds(required)
+            tried.append(
+                {
+                    "operator": chosen[boundary].name,
+                    "against": NO_OPERATOR if simpler is None else simpler.name,
+                    "gain": own.mean,
+                    "gain_standard_error": own.error,
+                    "required_standard_errors": required,
+                    "kept": stays,
+                }
+            )
+            if not stays:
+                chosen, current = choice, without
+        last = {key: tried[-1][key] for key in ("gain", "gain_standard_error")}
+        entries[boundary] = {"candidate": candidate, **last, "tried": tried}
+    return chosen, current, entries
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -204,13 +254,13 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _dropped(
-    fits: Mapping[Boundary, OperatorFit], kept: Sequence[Boundary], share: float
+    ladders: Ladders, chosen: Mapping[Boundary, OperatorFit], share: float
 ) -> tuple[str, ...]:
-    gone = [str(boundary) for boundary in fits if boundary not in kept]
+    gone = [str(boundary) for boundary in ladders if boundary not in chosen]
     if not gone:
         return ()
     return (
-        f"no operator at {', '.join(gone)}: on held-out windows the gain is too small or too "
-        f"uncertain (all operators together win back {100 * share:.0f} % of what the cut loses). "
+        f"no repair at {', '.join(gone)}: on held-out windows the gain is too small or too "
+        f"uncertain (all repairs together win back {100 * share:.0f} % of what the cut loses). "
         "`recover` ghost attaches operators without this test.",
     )

@@ -159,8 +159,15 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(
+    name: str, *, option: str = "device", dtype: torch.dtype | None = None
+) -> torch.device:
     """Choose the device; `auto` takes CUDA if there is one, else the CPU.
+
+    Args:
+        name: As for the command line.
+        option: What to call it in an error.
+        dtype: A dtype that it must have.
 
     Raises:
         GhostlayersError: If the device does not exist here.
@@ -171,9 +178,9 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.ones(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:
-        raise GhostlayersError(_one_line(f"`device` {name!r} cannot be used", error)) from error
+        torch.ones(1, device=device, dtype=dtype).item()
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise GhostlayersError(_one_line(f"`{option}` {name!r} cannot be used", error)) from error
     return device
 
 

@@ -61,11 +61,19 @@ def model_card(record: dict[str, Any]) -> str:
             "decoder layers (`modeling_ghostlayers.py`). `trust_remote_code=True` is not needed "
             "after `import ghostlayers`. Loaders that would drop them raise an error.",
             "",
-            *_boundary_table(record["boundaries"]),
         ]
+    if folded := any(entry.get("weights") for entry in record["boundaries"]):
+        lines += [
+            "Layers before a cut have new weights (refitted in closed form, not trained): the maps "
+            "named in `ghostlayers.json`."
+            + ("" if operators else " Nothing was added: this is a stock checkpoint."),
+            "",
+        ]
+    if operators or folded:
+        lines += _boundary_table(record["boundaries"])
     elif record["recover"] != "none":
         lines += [
-            "No operator was kept: on held-out calibration windows none won back enough of what "
+            "No repair was kept: on held-out calibration windows none won back enough of what "
             "the cut loses. This is a stock checkpoint.",
             "",
         ]
@@ -97,7 +105,7 @@ def _boundary_table(boundaries: list[dict[str, Any]]) -> list[str]:
     return [
         "Relative error of the hidden state behind each cut:",
         "",
-        "| removed | operator | before | after | held-out before | held-out after |",
+        "| removed | repair | before | after | held-out before | held-out after |",
         "|---|---|---|---|---|---|",
         *rows,
         "",

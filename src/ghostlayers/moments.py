@@ -191,6 +191,14 @@ def held_out_windows(num_windows: int) -> list[int]:
     return list(range(every - 1, num_windows, every)) if num_windows > 1 else []
 
 
+def held_out_mask(rows: TokenRows, num_windows: int, window: int) -> Tensor:
+    """Return (N,) bool: which tokens of a sweep over n windows of T tokens are held out."""
+    if num_windows == 1:
+        return rows.position >= window - window // HELD_OUT_EVERY
+    every = min(HELD_OUT_EVERY, num_windows)  # as `held_out_windows` lists them
+    return rows.window % every == every - 1
+
+
 class MomentAccumulator:
     """Streams the moments of several boundaries in one sweep.
 
@@ -224,16 +232,9 @@ class MomentAccumulator:
         self.seen = 0
         self.moments: dict[Boundary, SplitMoments[Any]] = {}
 
-    def held_out_mask(self, rows: TokenRows) -> Tensor:
-        """Return (N,) bool: which tokens are held out."""
-        if self.num_windows == 1:
-            return rows.position >= self.window - self.window // HELD_OUT_EVERY
-        every = min(HELD_OUT_EVERY, self.num_windows)  # as `held_out_windows` lists them
-        return rows.window % every == every - 1
-
     def update(self, states: Mapping[int, Tensor], rows: TokenRows) -> None:
         """Add one batch; see `sweep.Accumulator`."""
-        held_out = self.held_out_mask(rows)
+        held_out = held_out_mask(rows, self.num_windows, self.window)
         kind: Any = BoundaryMoments if self.massive is None else RobustMoments
         massive = None if self.massive is None else self.massive[self.seen :][: len(held_out)]
         self.seen += len(held_out)

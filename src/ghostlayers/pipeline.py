@@ -1,8 +1,8 @@
 """Measure, select, recover: the whole job on a model in memory. Read this page first.
 
 windows -> sweep 1 -> Similarity -> selector (or search) -> PruningPlan
-windows -> sweep 2 (only up to the last boundary) -> moments -> operator -> guard
-plan + operators -> a pruned model that shares the dense model's tensors
+windows -> sweep 2 (only up to the last boundary) -> moments -> repairs -> guard
+plan + repairs -> a pruned model that shares the dense model's tensors, but for changed weights
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .boundary_record import boundary_entries
 from .calibration import Windows, resolve_window, sampled_windows, text_windows
 from .config import PruneConfig
 from .decoder import num_decoder_layers, remove_layers_, text_config
 from .errors import CalibrationError, UnsupportedModelError
 from .layer_fields import protected_layers
 from .model_checks import check_attachable, check_cache, check_causal, check_reloadable
-from .operators import NO_OPERATOR, OperatorFit
+from .operators import ATTACHING, NO_OPERATOR, OperatorFit
 from .plan import Boundary, PruningPlan, check_num_remove, parse_layers, removable_layers
 from .records import FORMAT_VERSION, versions
-from .recovery import Recovery, recover_
+from .recovery import Recovery, prepare_recovery, recover_
 from .selection import Selection, choose_layers
 from .steps import cut
 
@@ -35,12 +36,15 @@ class PruneResult:
     """A pruned model and everything known about how it was made.
 
     Attributes:
-        model: The pruned (and recovered) model. It shares the dense model's tensors.
+        model: The pruned (and recovered) model. It shares the dense model's tensors, but for those
+            that `changed` names.
         plan: What was removed.
-        fits: Operator of each boundary that has one; empty without recovery.
+        fits: Repair of each boundary that has one; empty without recovery.
         record: JSON values: the content of `ghostlayers.json`.
         tokenizer: The dense model's tokenizer, if one was given.
         warnings: What the user should know, one line each.
+        changed: Parameters of `model` that hold new values; the writer takes them from the model,
+            not from the source's files.
     """
 
     model: PreTrainedModel
@@ -49,6 +53,7 @@ class PruneResult:
     record: dict[str, Any]
     tokenizer: PreTrainedTokenizerBase | None = None
     warnings: tuple[str, ...] = field(default=())
+    changed: frozenset[str] = frozenset()
 
 
 def calibration_windows(
@@ -184,12 +189,14 @@ def prune(
     plan = resolve_plan(config, model.config)
     check_quantized(config, model.config)
     check_reloadable(model)
-    if config.recover != NO_OPERATOR:
+    if config.recover in ATTACHING:
         check_attachable(model)
     check_causal(model)
     check_cache(model, what="the dense model")
-    chosen = None if plan is None else Selection(plan)
-    pruned = None if plan is None else cut(model, plan)
+    chosen, pruned, folds = None, None, None
+    if plan is not None:
+        chosen, pruned = Selection(plan), cut(model, plan)
+        folds = prepare_recovery(model, plan, config)
     if isinstance(windows, torch.Tensor):
         windows = Windows(windows, "windows given in", bos_per_window=False)
     if windows is None and (plan is None or config.recover != NO_OPERATOR):
@@ -203,7 +210,9 @@ def prune(
         pruned = cut(model, chosen.plan)
     plan, recovery = chosen.plan, Recovery()
     if windows is not None:
-        recovery = recover_(pruned, model, plan, config, ids, chosen.massive, progress=progress)
+        recovery = recover_(
+            pruned, model, plan, config, ids, chosen.massive, folds=folds, progress=progress
+        )
     return PruneResult(
         model=pruned,
         plan=plan,
@@ -211,6 +220,7 @@ def prune(
         record=_record(config, chosen, recovery, windows),
         tokenizer=tokenizer,
         warnings=recovery.warnings,
+        changed=recovery.changed,
     )
 
 
@@ -221,27 +231,12 @@ def _record(
     windows: Windows | None,
 ) -> dict[str, Any]:
     plan, verdict = chosen.plan, recovery.verdict
-    boundaries = []
-    for boundary in plan.boundaries:
-        layer, side = plan.operator_site(boundary)
-        entry: dict[str, Any] = {
-            "start": boundary.start,
-            "stop": boundary.stop,
-            "operator": NO_OPERATOR,
-        }
-        if boundary in recovery.fits:
-            fit = recovery.fits[boundary]
-            entry |= {"operator": fit.name, "layer": layer, "side": side, **fit.diagnostics}
-            entry["warnings"] = list(fit.warnings)
-            if verdict is not None:
-                entry = _judged(entry, verdict.boundaries.get(boundary, {}))
-        boundaries.append(entry)
     return {
         "format_version": FORMAT_VERSION,
         "num_layers": plan.num_layers,
         "removed": list(plan.removed),
         "kept": list(plan.kept),
-        "boundaries": boundaries,
+        "boundaries": boundary_entries(plan, recovery),
         "selector": "layers" if config.layers is not None else config.select,
         "recover": config.recover,
         "guard": None if verdict is None else verdict.record,
@@ -252,13 +247,3 @@ def _record(
         "config": config.to_dict(),
         "versions": versions(),
     }
-
-
-def _judged(entry: dict[str, Any], guard: Mapping[str, Any]) -> dict[str, Any]:
-    """Add what the guard found to a boundary; a dropped operator's fit moves into that part."""
-    if guard.get("kept", True):
-        return {**entry, "guard": {"candidate": entry["operator"], **guard}}
-    errors = {key: entry[key] for key in ("error_before", "held_out_error_before")}
-    place = {"start": entry["start"], "stop": entry["stop"], "operator": NO_OPERATOR}
-    fit = {key: value for key, value in entry.items() if key not in place}
-    return {**place, **errors, "guard": {"candidate": entry["operator"], **guard, "fit": fit}}

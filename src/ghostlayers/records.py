@@ -28,8 +28,11 @@ def versions() -> dict[str, str]:
 
 
 def has_operators(record: dict[str, Any]) -> bool:
-    """Say from a checkpoint's record whether any boundary has an operator."""
-    return any(entry["operator"] != "none" for entry in record["boundaries"])
+    """Say from a checkpoint's record whether any boundary has an attached operator."""
+    return any(
+        entry["operator"] != "none" and entry.get("attached", True)
+        for entry in record["boundaries"]
+    )
 
 
 def plain(value: Any) -> Any:

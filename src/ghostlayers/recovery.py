@@ -1,22 +1,27 @@
-"""From a pruned model to a recovered one: fit an operator at every boundary, keep what helps."""
+"""From a pruned model to a recovered one: fit a repair at every boundary, keep what helps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from .guard import Verdict, judge_operators
-from .operators import NO_OPERATOR, ROBUST, OperatorFit
+from .boundary_runs import RULE_WINDOWS, BoundaryRuns, repaired_student
+from .fold_plan import FoldPlan, moments_device, plan_folds
+from .folding import fit_fold_boundary, fit_fold_ghost_boundary
+from .guard import MIN_WINDOWS, Verdict, judge_repairs
+from .moments import MomentAccumulator, SplitMoments
+from .operators import FOLDING, GUARDED, NO_OPERATOR, ROBUST, OperatorFit
 from .plan import Boundary, PruningPlan
+from .repairs import apply_repairs_, is_tested, with_parts_of, without_held_out
 from .steps import (
-    attach_operators_,
     collect_moments,
     find_massive_tokens,
     fit_operator,
     fit_sink_rules,
 )
 from .sweep import batches_of
+from .token_classes import SinkRule
 
 if TYPE_CHECKING:
     import torch
@@ -24,36 +29,54 @@ if TYPE_CHECKING:
 
     from .config import PruneConfig
 
-# The thresholds that tell massive tokens from others are placed on about this many windows.
-RULE_WINDOWS = 32
+Ladder = tuple[OperatorFit, ...]
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """Operators of a pruned model.
+    """Repairs of a pruned model.
 
     Attributes:
-        fits: Every operator that was fitted, by boundary.
-        verdict: What the guard decided; None if the operators are used as they are.
+        ladders: Every repair that was fitted, by boundary, the most complex one first.
+        verdict: What the guard decided; None if the first ones are used as they are.
+        changed: Names of the pruned model's parameters that hold new values.
+        notes: What the user should know beside the warnings of the fits.
     """
 
-    fits: Mapping[Boundary, OperatorFit] = field(default_factory=dict)
+    ladders: Mapping[Boundary, Ladder] = field(default_factory=dict)
     verdict: Verdict | None = None
+    changed: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
 
     @property
     def used(self) -> dict[Boundary, OperatorFit]:
-        """The operators that are in the model."""
-        return {
-            boundary: replace(fit, fit_part={})
-            for boundary, fit in self.fits.items()
-            if self.verdict is None or boundary in self.verdict.kept
-        }
+        """The repairs that are in the model."""
+        chosen = {boundary: ladder[0] for boundary, ladder in self.ladders.items()}
+        if self.verdict is not None:
+            chosen = {b: self.verdict.chosen[b] for b in chosen if b in self.verdict.chosen}
+        return {b: replace(fit, fit_part={}, weights_part={}) for b, fit in chosen.items()}
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What the user should know, one line each."""
         lines = () if self.verdict is None else self.verdict.warnings
-        return (*lines, *(line for fit in self.used.values() for line in fit.warnings))
+        fits = [ladder[0] for ladder in self.ladders.values() if ladder[0].weights]
+        own = [line for fit in (*fits, *self.used.values()) for line in fit.warnings]
+        return (*self.notes, *lines, *dict.fromkeys(own))
+
+
+def prepare_recovery(model: PreTrainedModel, plan: PruningPlan, config: PruneConfig) -> FoldPlan:
+    """Check, before any calibration, that the plan can be repaired as asked.
+
+    Raises:
+        UnsupportedModelError: If a boundary has no map to fold into.
+        CalibrationError: If the moments do not fit into memory.
+        GhostlayersError: If `moments_device` cannot be used.
+    """
+    if config.recover == NO_OPERATOR:
+        return FoldPlan({})
+    moments_device(model, config)
+    return plan_folds(model, plan, config) if config.recover in FOLDING else FoldPlan({})
 
 
 def recover_(
@@ -64,17 +87,19 @@ def recover_(
     ids: torch.Tensor,
     massive: torch.Tensor | None = None,
     *,
+    folds: FoldPlan | None = None,
     progress: bool = True,
 ) -> Recovery:
     """Repair a pruned model in place.
 
     Args:
-        pruned: The pruned model; operators are attached to it.
+        pruned: The pruned model, made by `share_tensors`; changed weights become new parameters.
         model: The dense model.
         plan: The plan.
-        config: Settings; `recover`, `ridge` and `batch_size` are read.
+        config: Settings of the recovery.
         ids: (n, T) calibration windows.
         massive: (n·T,) bool from `NormAccumulator`, if a sweep measured the norms already.
+        folds: From `prepare_recovery`, if that was called already.
         progress: Show progress bars when standard error is a terminal.
 
     Returns:
@@ -82,47 +107,123 @@ def recover_(
     """
     if config.recover == NO_OPERATOR:
         return Recovery()
+    folds = prepare_recovery(model, plan, config) if folds is None else folds
     robust = config.recover in ROBUST
-    batches = batches_of(ids, config.batch_size)
     if robust and massive is None:
+        batches = batches_of(ids, config.batch_size)
         massive = find_massive_tokens(model, batches, progress=progress)
-    fits = _fit(model, plan, config, ids, massive if robust else None, progress=progress)
+    fitter = _Fitter(
+        pruned, model, plan, config, ids, massive if robust else None, folds, progress=progress
+    )
+    ladders = fitter.ladders()
     verdict = None
-    if robust:
-        verdict = judge_operators(
-            model, pruned, plan, fits, ids, batch_size=config.batch_size, progress=progress
+    if config.recover in GUARDED:
+        verdict = judge_repairs(
+            model, pruned, plan, ladders, ids, batch_size=config.batch_size, progress=progress
         )
-    recovery = Recovery(fits, verdict)
-    if recovery.used:
-        attach_operators_(pruned, plan, recovery.used)
-    return recovery
+    recovery = Recovery(ladders, verdict, notes=folds.warnings)
+    return replace(recovery, changed=apply_repairs_(pruned, plan, recovery.used))
 
 
-def _fit(
-    model: PreTrainedModel,
-    plan: PruningPlan,
-    config: PruneConfig,
-    ids: torch.Tensor,
-    massive: torch.Tensor | None,
-    *,
-    progress: bool,
-) -> dict[Boundary, OperatorFit]:
-    """Fit the operator of every boundary; `massive` marks the tokens for robust ones."""
-    batches = batches_of(ids, config.batch_size)
-    moments = collect_moments(model, batches, plan.boundaries, massive=massive, progress=progress)
-    rules = {}
-    if massive is not None:
-        some = slice(None, None, max(1, len(ids) // RULE_WINDOWS))
-        sample = massive.view(len(ids), -1)[some].flatten()
-        batches = batches_of(ids[some], config.batch_size)
-        rules = fit_sink_rules(model, batches, moments, sample, progress=progress)
-    return {
-        boundary: fit_operator(
-            moments.pop(boundary),
-            operator=config.recover,
-            ridge=config.ridge,
-            dtype=model.dtype,
-            sinks=rules.get(boundary),
+@dataclass(frozen=True)
+class _Fitter:
+    """Fits the repairs of a plan, one boundary after the other or all at once."""
+
+    pruned: PreTrainedModel
+    model: PreTrainedModel
+    plan: PruningPlan
+    config: PruneConfig
+    ids: torch.Tensor
+    massive: torch.Tensor | None
+    folds: FoldPlan
+    progress: bool = True
+
+    def ladders(self) -> dict[Boundary, Ladder]:
+        """Fit every boundary; the same states serve all of them unless `fit` is sequential.
+
+        What the guard tests must not have seen the held-out windows, not even through the repairs
+        before it: a second student, with repairs fitted without them, gives the states for that.
+        """
+        boundaries = self.plan.boundaries
+        sequential = self.config.fit == "sequential"
+        if self.config.recover not in FOLDING and not sequential:
+            return self._on_dense_states(boundaries)
+        found: dict[Boundary, Ladder] = {}
+        for boundary in boundaries:
+            repairs = {done: ladder[0] for done, ladder in found.items()} if sequential else {}
+            ladder = self._fit(self._runs(boundary, repairs))
+            if self._tests(repairs):
+                repairs = {done: without_held_out(fit) for done, fit in repairs.items()}
+                ladder = with_parts_of(ladder, self._fit(self._runs(boundary, repairs)))
+            found[boundary] = ladder
+        return found
+
+    def _tests(self, repairs: Mapping[Boundary, OperatorFit]) -> bool:
+        """Whether the guard will test what is fitted behind these repairs."""
+        guarded = self.config.recover in GUARDED and len(self.ids) >= MIN_WINDOWS
+        return bool(repairs) and guarded and all(map(is_tested, repairs.values()))
+
+    def _runs(self, boundary: Boundary, repairs: Mapping[Boundary, OperatorFit]) -> BoundaryRuns:
+        student = None
+        if repairs:
+            student = repaired_student(self.pruned, self.plan, boundary, repairs)
+        return BoundaryRuns(
+            self.model, boundary, self.ids, self.config.batch_size, student, self.progress
         )
-        for boundary in plan.boundaries
-    }
+
+    def _fit(self, runs: BoundaryRuns) -> Ladder:
+        boundary = runs.boundary
+        if boundary in self.folds.sites:
+            sites = self.folds.sites[boundary]
+            if self.config.recover == "fold":
+                return fit_fold_boundary(runs, sites, self.config)
+            assert self.massive is not None
+            return fit_fold_ghost_boundary(runs, sites, self.config, self.massive)
+        if runs.student is None:
+            return self._on_dense_states([boundary])[boundary]
+        accumulator = MomentAccumulator(
+            [boundary],
+            num_windows=self.ids.shape[0],
+            window=self.ids.shape[1],
+            device=self._device(),
+            massive=self.massive,
+        )
+        for batch in runs.batches():
+            accumulator.update({boundary.start: batch.x, boundary.stop: batch.y}, batch.rows)
+        split, rule = accumulator.result()[boundary], None
+        if self.massive is not None:
+            rule = runs.sink_rule(split, self.massive)
+        return (self._operator(split, rule),)
+
+    def _on_dense_states(self, boundaries: Sequence[Boundary]) -> dict[Boundary, Ladder]:
+        batches = batches_of(self.ids, self.config.batch_size)
+        moments = collect_moments(
+            self.model,
+            batches,
+            boundaries,
+            massive=self.massive,
+            device=self._device(),
+            progress=self.progress,
+        )
+        rules: dict[Boundary, SinkRule] = {}
+        if self.massive is not None:
+            some = slice(None, None, max(1, len(self.ids) // RULE_WINDOWS))
+            sample = self.massive.view(len(self.ids), -1)[some].flatten()
+            batches = batches_of(self.ids[some], self.config.batch_size)
+            rules = fit_sink_rules(self.model, batches, moments, sample, progress=self.progress)
+        return {b: (self._operator(moments.pop(b), rules.get(b)),) for b in boundaries}
+
+    def _operator(self, moments: SplitMoments, rule: SinkRule | None) -> OperatorFit:
+        """Fit the attached operator alone: where nothing is folded, or where that is refused."""
+        folding = self.config.recover in FOLDING
+        return fit_operator(
+            moments,
+            operator="ghost-robust" if folding else self.config.recover,
+            ridge=0.0 if folding else self.config.ridge,
+            dtype=self.model.dtype,
+            sinks=rule,
+        )
+
+    def _device(self) -> torch.device | None:
+        auto = self.config.moments_device == "auto"
+        return None if auto else moments_device(self.model, self.config)

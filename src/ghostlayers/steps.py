@@ -107,6 +107,7 @@ def collect_moments(
     boundaries: Sequence[Boundary],
     *,
     massive: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
     progress: bool = True,
 ) -> dict[Boundary, SplitMoments[Any]]:
     """Run the second sweep: float64 second moments at the boundaries of one or more plans.
@@ -118,6 +119,7 @@ def collect_moments(
         batches: As for `measure_similarity`; a sequence, since its length decides the split.
         boundaries: Boundaries to measure.
         massive: From `find_massive_tokens`; the moments are then robust ones.
+        device: Where to keep the moments; None keeps them where the states are.
         progress: Show a progress bar when standard error is a terminal.
 
     Returns:
@@ -133,6 +135,7 @@ def collect_moments(
         boundaries,
         num_windows=sum(part.shape[0] for part in ids),
         window=max(part.shape[1] for part in ids),
+        device=device,
         massive=massive,
     )
     prefix = prefix_model(model, max(boundary.stop for boundary in boundaries))

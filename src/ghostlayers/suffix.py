@@ -113,6 +113,7 @@ class SuffixScorer:
         self.progress = progress
         # By index, one (B, T, C) tensor per batch, on the CPU in the model's dtype; None: unusable.
         self.states: dict[int, list[Tensor] | None] = {}
+        self._dense: list[float] | None = None
 
     def dense_losses(self, states: Iterable[int] = ()) -> list[float]:
         """Mean cross-entropy of the dense model on each window, in nats.
@@ -120,14 +121,19 @@ class SuffixScorer:
         Args:
             states: Hidden states to keep in the same forward pass.
         """
+        states = set(states)
+        if self._dense is not None:
+            self.keep(states)
+            return self._dense
         with self._keeping(self.model, states):
-            return window_losses(
+            self._dense = window_losses(
                 self.model,
                 self.ids,
                 batch_size=self.batch_size,
                 description=self.description,
                 progress=self.progress,
             )
+        return self._dense
 
     def keep(self, states: Iterable[int]) -> None:
         """Keep dense hidden states that are not kept yet, in one forward pass up to the last.
@@ -158,17 +164,21 @@ class SuffixScorer:
             usable = shapes == [tuple(batch.shape) for batch in batches]
             self.states[index] = parts if usable else None
 
-    def suffix(self, pruned: PreTrainedModel, plan: PruningPlan) -> Suffix:
+    def suffix(
+        self, pruned: PreTrainedModel, plan: PruningPlan, start: int | None = None
+    ) -> Suffix:
         """Cut the layers below the first boundary off a pruned model.
 
         Args:
             pruned: The pruned model without operators; it is left as it is.
             plan: The plan by which it was pruned.
+            start: First layer of the dense model that must run; None is `first_state(plan)`.
 
         Returns:
             The suffix; the whole pruned model where that is the only way.
         """
-        start, whole = first_state(plan), Suffix(pruned, plan, None)
+        start = first_state(plan) if start is None else start
+        whole = Suffix(pruned, plan, None)
         self.keep([start])
         parts = self.states.get(start)
         if parts is None:

@@ -116,6 +116,110 @@ def token_rows(ids: Tensor, mask: Tensor | None, first_window: int) -> tuple[Tok
     return TokenRows(window=window, position=position), flat
 
 
+@dataclass(frozen=True)
+class Captured:
+    """What one batch left behind.
+
+    Attributes:
+        states: (N, C) counted tokens by index of the hidden state.
+        inputs: (N, K) what entered a watched module, by its name.
+        rows: Where the tokens stand.
+    """
+
+    states: dict[int, Tensor]
+    inputs: dict[str, Tensor]
+    rows: TokenRows
+
+
+@contextmanager
+def _watch(modules: Mapping[str, nn.Module], keep: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call `keep(name, input)` during each forward pass for every module."""
+    handles = []
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda _module, args: keep(name, args[0])
+
+    try:
+        for name, module in modules.items():
+            handles.append(module.register_forward_pre_hook(hook(name)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def stream(
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    states: Iterable[int],
+    modules: Mapping[str, nn.Module] | None = None,
+) -> Iterator[Captured]:
+    """Run the base model batch by batch and yield what the counted tokens look like.
+
+    Args:
+        model: A causal LM. It is in evaluation mode during each pass; its weights are not touched.
+        batches: (B, T) int64 token ids, or mappings with `input_ids` and `attention_mask`.
+        states: Indices of the hidden states to capture.
+        modules: Modules of the model whose input to capture, by any name.
+
+    Yields:
+        One `Captured` per batch; tensors are float32 (float64 if they were).
+
+    Raises:
+        CalibrationError: If a captured state is not finite; the layer and the dtype are named.
+        UnsupportedModelError: If there is not one (B, T, C) state per layer and forward pass.
+    """
+    base, layers, wanted = base_model(model), decoder_layers(model), sorted(set(states))
+    captured: dict[int, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
+    flat, shape = torch.empty(0, dtype=torch.long), (0, 0, 0)
+
+    def keep(index: int, state: Tensor) -> None:
+        if index in captured or tuple(state.shape) != shape:
+            raise UnsupportedModelError(_not_one_stream(model, index, state, index in captured))
+        rows = state.detach().flatten(0, -2)[flat.to(state.device)]  # (N, C), a copy
+        check_finite(index, rows)
+        captured[index] = rows if rows.dtype == torch.float64 else rows.float()
+
+    def keep_input(name: str, value: Tensor) -> None:
+        rows = value.detach().flatten(0, -2)[flat.to(value.device)]
+        inputs[name] = rows if rows.dtype == torch.float64 else rows.float()
+
+    device, size = input_device(model), text_config(model.config).hidden_size
+    takes_positions = "position_ids" in inspect.signature(base.forward).parameters
+    window = 0
+    for batch in batches:
+        ids, mask = split_batch(batch)
+        check_ids(model, ids)
+        rows, flat = token_rows(ids, mask, window)
+        window += ids.shape[0]
+        shape = (ids.shape[0], ids.shape[1], size)
+        if not len(flat):
+            continue
+        arguments = {"input_ids": ids.to(device)}
+        if mask is not None:
+            arguments["attention_mask"] = mask.to(device)
+            if takes_positions:  # learned positions count from the first real token
+                positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+                arguments["position_ids"] = positions.to(device)
+        captured, inputs, training = {}, {}, model.training
+        model.eval()
+        try:
+            with torch.no_grad(), capture(layers, wanted, keep), _watch(modules or {}, keep_input):
+                base(**arguments, use_cache=False)
+        finally:
+            model.train(training)
+        yield Captured(captured, inputs, rows)
+
+
+def progress_bar(batches: Iterable[Batch], description: str, progress: bool) -> Iterable[Batch]:
+    """Show a progress bar over batches when standard error is a terminal."""
+    bar: Iterable[Batch] = tqdm(
+        batches, desc=description, disable=None if progress else True, unit="batch"
+    )
+    return bar
+
+
 def sweep(
     model: PreTrainedModel,
     batches: Iterable[Batch],
@@ -127,7 +231,7 @@ def sweep(
     """Run the base model over all batches and feed the accumulators.
 
     Args:
-        model: A causal LM. Its mode is restored afterwards; its weights are not touched.
+        model: A causal LM; see `stream`.
         batches: (B, T) int64 token ids, or mappings with `input_ids` and `attention_mask`.
         accumulators: Each names the states it wants; a state is captured once for all.
         description: Label of the progress bar.
@@ -136,47 +240,10 @@ def sweep(
     Raises:
         CalibrationError: If a captured state is not finite; the layer and the dtype are named.
     """
-    base, layers = base_model(model), decoder_layers(model)
     wanted = {state for accumulator in accumulators for state in accumulator.states}
-    captured: dict[int, Tensor] = {}
-    flat, shape = torch.empty(0, dtype=torch.long), (0, 0, 0)
-
-    def keep(index: int, state: Tensor) -> None:
-        if index in captured or tuple(state.shape) != shape:
-            raise UnsupportedModelError(_not_one_stream(model, index, state, index in captured))
-        rows = state.detach().flatten(0, -2)[flat.to(state.device)]  # (N, C), a copy
-        check_finite(index, rows)
-        captured[index] = rows if rows.dtype == torch.float64 else rows.float()
-
-    device, size = input_device(model), text_config(model.config).hidden_size
-    takes_positions = "position_ids" in inspect.signature(base.forward).parameters
-    training = model.training
-    model.eval()
-    window = 0
-    try:
-        with torch.no_grad(), capture(layers, wanted, keep):
-            bar = tqdm(batches, desc=description, disable=None if progress else True, unit="batch")
-            for batch in bar:
-                ids, mask = split_batch(batch)
-                check_ids(model, ids)
-                rows, flat = token_rows(ids, mask, window)
-                window += ids.shape[0]
-                shape = (ids.shape[0], ids.shape[1], size)
-                if not len(flat):
-                    continue
-                inputs = {"input_ids": ids.to(device)}
-                if mask is not None:
-                    inputs["attention_mask"] = mask.to(device)
-                    if takes_positions:  # learned positions count from the first real token
-                        positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
-                        inputs["position_ids"] = positions.to(device)
-                captured.clear()
-                base(**inputs, use_cache=False)
-                for accumulator in accumulators:
-                    accumulator.update(captured, rows)
-        captured.clear()
-    finally:
-        model.train(training)
+    for seen in stream(model, progress_bar(batches, description, progress), wanted):
+        for accumulator in accumulators:
+            accumulator.update(seen.states, seen.rows)
 
 
 def _not_one_stream(model: PreTrainedModel, index: int, state: Tensor, repeated: bool) -> str:

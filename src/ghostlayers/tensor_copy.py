@@ -33,7 +33,7 @@ class TensorCopy:
         file: Source file, or None for `tensor`.
         source_name: Its name in the source file.
         dtype: Dtype to cast to, or None to copy as stored.
-        tensor: A tensor that is not in any source file (an operator).
+        tensor: A tensor that is not in any source file: an operator, or a changed weight.
     """
 
     name: str
@@ -46,7 +46,7 @@ class TensorCopy:
     def read(self) -> Tensor:
         """Return the tensor, contiguous and on the CPU."""
         if self.tensor is not None:
-            return self.tensor.detach().cpu().contiguous()
+            return self.tensor.detach().to("cpu", self.dtype or self.tensor.dtype).contiguous()
         with safe_open(str(self.file), framework="pt") as file:
             tensor: Tensor = file.get_tensor(self.source_name)
         if self.dtype is not None and tensor.is_floating_point():
@@ -98,12 +98,14 @@ def plan_copy(result: PruneResult, source: ModelSource, dtype: str) -> list[Tens
     """List the tensors of the new checkpoint, or None if the source cannot be copied by name.
 
     That is so for sources without safetensors files (GGUF, pickles) and where the files name the
-    decoder layers in another way than the model does.
+    decoder layers, or a changed weight, in another way than the model does. Changed weights come
+    from the model in memory, in the dtype in which the source stores them.
     """
     files = source.safetensors
     if not files:
         return None
-    model, cast = result.model, None if dtype == "auto" else getattr(torch, dtype)
+    model = result.model
+    cast: torch.dtype | None = None if dtype == "auto" else getattr(torch, dtype)
     base = model.base_model_prefix if base_model(model) is not model else ""
     path = ".".join(part for part in (base, decoder_path(model)) if part)
     prefix = layer_prefix(
@@ -111,22 +113,42 @@ def plan_copy(result: PruneResult, source: ModelSource, dtype: str) -> list[Tens
     )
     if prefix is None:
         return None
+    state, own = model.state_dict(), f"{path}."
+    changed = {_file_name(name, own, prefix): name for name in result.changed}
     copies = []
     for file in files:
         with safe_open(str(file), framework="pt") as handle:
             for name in tensor_names(file):
                 new_name = rename(name, prefix, result.plan)
-                if new_name is not None:
-                    size = _num_bytes(handle.get_slice(name), cast)
+                if new_name is None:
+                    continue
+                piece = handle.get_slice(name)
+                size = _num_bytes(piece, cast)
+                if new_name in changed:
+                    tensor = state[changed.pop(new_name)]
+                    stored = cast or FLOATS.get(piece.get_dtype(), tensor.dtype)
+                    size = tensor.numel() * stored.itemsize
+                    copies.append(TensorCopy(new_name, size, dtype=stored, tensor=tensor))
+                else:
                     copies.append(TensorCopy(new_name, size, file, name, cast))
-    own = f"{path}."
-    for name, tensor in model.state_dict().items():
+    if changed:
+        return None
+    for name, tensor in state.items():
         if ".ghost_input." in name or ".ghost_output." in name:
             size = tensor.numel() * tensor.element_size()
             copies.append(TensorCopy(prefix + name.removeprefix(own), size, tensor=tensor))
     return copies
 
 
+def _file_name(name: str, layers: str, prefix: str) -> str:
+    """Return under which name the files would hold a parameter of the model."""
+    if name.startswith(layers):
+        return prefix + name.removeprefix(layers)
+    # The files of a base model alone leave out the first part of every name.
+    return name.removeprefix(layers.removesuffix(prefix))
+
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SAFETENSORS_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16}
 SAFETENSORS_BITS |= {"BF16": 16, "I16": 16, "U16": 16}
 

@@ -21,9 +21,16 @@ NO_OPERATOR = "none"
 OPERATORS: dict[str, str] = {
     "ghost": "ghost:fit_ghost",
     "ghost-robust": "ghost_robust:fit_ghost_robust",
+    "fold": "fold:fit_fold",
+    "fold+ghost": "fold_ghost:fit_fold_ghost",
 }
-# Operators that are fitted to `RobustMoments` and kept only if the guard finds them to help.
-ROBUST = ("ghost-robust",)
+# Operators that treat massive tokens apart: they need the norms of all states.
+ROBUST = ("ghost-robust", "fold+ghost")
+# Methods that change weights of the layer before a cut, that attach a module, and that are kept
+# only as far as the guard finds them to help.
+FOLDING = ("fold", "fold+ghost")
+ATTACHING = ("ghost", "ghost-robust", "fold+ghost")
+GUARDED = ("ghost-robust", "fold", "fold+ghost")
 
 
 @dataclass(frozen=True)
@@ -32,13 +39,16 @@ class OperatorFit:
 
     Attributes:
         name: Method, as in `OPERATORS`.
-        tensors: Parameters by name. `m` is (C, C) in the row convention: the operator is x + xM.
-            (`nn.Linear` stores the transpose.) The others are named as in `GhostOperator`.
+        tensors: Parameters by name; empty if nothing is attached. `m` is (C, C) in the row
+            convention: the operator is x + xM. (`nn.Linear` stores the transpose.) The others are
+            named as in `GhostOperator`.
         diagnostics: JSON values: N, C, relative errors before and after on calibration and on
             held-out windows, and what the method adds.
         warnings: One line each; shown to the user and stored.
         spec: What the module needs to know beside its tensors; keys of an operator's spec.
         fit_part: The tensors of the same fit without the held-out windows; for the guard.
+        weights: New weights of the layer before the boundary, by path inside it; empty if it stays.
+        weights_part: The same without the held-out windows.
     """
 
     name: str
@@ -47,6 +57,8 @@ class OperatorFit:
     warnings: tuple[str, ...] = field(default=())
     spec: dict[str, Any] = field(default_factory=dict)
     fit_part: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    weights_part: dict[str, Tensor] = field(default_factory=dict)
 
 
 OperatorFitter = Callable[..., OperatorFit]

@@ -59,7 +59,7 @@ def choose_ridge(
     return ridge, vectors @ in_eigenbasis(ridge), errors
 
 
-def _shift(moments: RobustMoments, dtype: torch.dtype) -> Tensor | None:
+def mean_shift(moments: RobustMoments, dtype: torch.dtype) -> Tensor | None:
     """Return the mean Δ of the massive tokens, (C,), or None if there is none."""
     x, y = moments.massive_states()
     return (y - x).mean(dim=0).to(dtype) if len(x) else None
@@ -101,7 +101,7 @@ def fit_ghost_robust(
     solution = solve_ridge(total.gram, total.cross, ridge)
     tensors, spec = {"m": solution.m.to(dtype)}, {}
     fit_part = {} if part is None else {"m": part}
-    shift, shift_part = _shift(parts[0] + parts[1], dtype), _shift(parts[0], dtype)
+    shift, shift_part = mean_shift(parts[0] + parts[1], dtype), mean_shift(parts[0], dtype)
     if shift is not None and sinks is not None:
         spec = {"sink_cosine": sinks.cosine}
         both = {"shift": shift, "sink_direction": sinks.direction.to(shift.device)}
@@ -115,7 +115,7 @@ def fit_ghost_robust(
         "condition": solution.condition,
         "frobenius_norm": float(solution.m.norm()),
         "antisymmetric_share": antisymmetric_share(solution.m),
-        **_sink_record(num_massive, sinks, used=bool(spec)),
+        **sink_record(num_massive, sinks, used=bool(spec)),
     }
     return OperatorFit(
         name="ghost-robust",
@@ -127,7 +127,8 @@ def fit_ghost_robust(
     )
 
 
-def _sink_record(num_massive: int, sinks: SinkRule | None, *, used: bool) -> dict[str, Any]:
+def sink_record(num_massive: int, sinks: SinkRule | None, *, used: bool) -> dict[str, Any]:
+    """Return JSON values: how many massive tokens there are and how they are told apart."""
     record: dict[str, Any] = {
         "massive_tokens": num_massive,
         "massive_rule": "direction" if used else "counted as ordinary" if num_massive else "none",

@@ -1,0 +1,170 @@
+"""Run the dense model and a student side by side up to one boundary, batch by batch.
+
+The dense model gives the target states. The student, whose layers before the boundary may be
+repaired or changed, gives the states that really arrive there. Only prefixes are run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .changed_weights import change_weights_, layers_prefix
+from .decoder import decoder_layers, share_tensors
+from .moments import held_out_mask
+from .operators import OperatorFit
+from .plan import Boundary, PruningPlan
+from .repairs import apply_repairs_
+from .steps import fit_sink_rules, prefix_model
+from .sweep import TokenRows, batches_of, progress_bar, stream
+from .token_classes import SinkRule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .moments import RobustMoments, SplitMoments
+
+# The thresholds that tell massive tokens from others are placed on about this many windows.
+RULE_WINDOWS = 32
+
+
+@dataclass(frozen=True)
+class Student:
+    """A model whose layer `layer` stands before the cut; what leaves it enters the boundary."""
+
+    model: PreTrainedModel
+    layer: int
+
+
+@dataclass(frozen=True)
+class BoundaryBatch:
+    """One batch at a boundary.
+
+    Attributes:
+        x: (N, C) states that enter it, from the student.
+        y: (N, C) states that should leave it, from the dense model.
+        inputs: (N, K) what enters maps of the layer before it, by the map's path in the layer.
+        rows: Where the tokens stand.
+        held_out: (N,) bool.
+    """
+
+    x: Tensor
+    y: Tensor
+    inputs: dict[str, Tensor]
+    rows: TokenRows
+    held_out: Tensor
+
+
+def repaired_student(
+    pruned: PreTrainedModel,
+    plan: PruningPlan,
+    boundary: Boundary,
+    fits: Mapping[Boundary, OperatorFit],
+) -> Student:
+    """Build the pruned model up to a boundary with the repairs of those before it."""
+    layer = plan.kept.index(boundary.start - 1)
+    model = prefix_model(pruned, layer + 1)
+    model = share_tensors(model) if model is pruned else model
+    apply_repairs_(model, plan, fits)
+    return Student(model, layer)
+
+
+@dataclass(frozen=True)
+class BoundaryRuns:
+    """Runs up to one boundary.
+
+    Attributes:
+        dense: The dense model.
+        boundary: The boundary.
+        ids: (n, T) calibration windows.
+        batch_size: Windows per forward pass.
+        student: The repaired prefix; None takes the states of the dense model itself.
+        progress: Show progress bars when standard error is a terminal.
+    """
+
+    dense: PreTrainedModel
+    boundary: Boundary
+    ids: Tensor
+    batch_size: int = 1
+    student: Student | None = None
+    progress: bool = field(default=True)
+
+    def changed(self, weights: Mapping[str, Tensor]) -> Student:
+        """Return the student with changed weights (by path) in the layer before the cut."""
+        if self.student is None:
+            start = self.boundary.start
+            base = Student(prefix_model(self.dense, max(start, 1)), start - 1)
+        else:
+            base = self.student
+        if not weights:
+            return base
+        model = share_tensors(base.model)
+        prefix = layers_prefix(model)
+        change_weights_(model, {f"{prefix}{base.layer}.{p}": w for p, w in weights.items()})
+        return Student(model, base.layer)
+
+    def batches(
+        self, paths: Sequence[str] = (), weights: Mapping[str, Tensor] | None = None
+    ) -> Iterator[BoundaryBatch]:
+        """Yield what arrives at the boundary.
+
+        Args:
+            paths: Maps of the layer before the cut whose input to capture.
+            weights: Changed weights of that layer, by path.
+        """
+        start, stop = self.boundary.start, self.boundary.stop
+        batches = batches_of(self.ids, self.batch_size)
+        bar = progress_bar(batches, f"boundary {self.boundary}", self.progress)
+        teacher = prefix_model(self.dense, stop)
+        if self.student is None and not weights:
+            modules = _maps(teacher, start - 1, paths)
+            for seen in stream(teacher, bar, (start, stop), modules):
+                x, y = seen.states[start], seen.states[stop]
+                yield self._batch(x, y, seen.inputs, seen.rows)
+            return
+        student = self.changed(weights or {})
+        modules = _maps(student.model, student.layer, paths)
+        state = student.layer + 1
+        pairs = zip(
+            stream(teacher, bar, (stop,)),
+            stream(student.model, batches, (state,), modules),
+            strict=True,
+        )
+        for target, seen in pairs:
+            x, y = seen.states[state], target.states[stop]
+            yield self._batch(x, y.to(x.device), seen.inputs, seen.rows)
+
+    def _batch(
+        self, x: Tensor, y: Tensor, inputs: dict[str, Tensor], rows: TokenRows
+    ) -> BoundaryBatch:
+        held_out = held_out_mask(rows, *self.ids.shape)
+        return BoundaryBatch(x, y, inputs, rows, held_out)
+
+    def sink_rule(
+        self,
+        moments: SplitMoments[RobustMoments],
+        massive: Tensor,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> SinkRule | None:
+        """Find the direction that tells massive tokens at this boundary; see `fit_sink_rules`."""
+        student = self.changed(weights or {})
+        some = slice(None, None, max(1, len(self.ids) // RULE_WINDOWS))
+        place = Boundary(student.layer + 1, student.layer + 2)
+        rules = fit_sink_rules(
+            student.model,
+            batches_of(self.ids[some], self.batch_size),
+            {place: moments},
+            massive.view(len(self.ids), -1)[some].flatten(),
+            progress=self.progress,
+        )
+        return rules.get(place)
+
+
+def _maps(model: PreTrainedModel, layer: int, paths: Sequence[str]) -> dict[str, torch.nn.Module]:
+    if not paths:
+        return {}
+    return {path: decoder_layers(model)[layer].get_submodule(path) for path in paths}

@@ -1,0 +1,72 @@
+"""Put what was fitted at the boundaries into a pruned model: new weights, operators, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .changed_weights import change_weights_, layers_prefix
+from .operators import OperatorFit
+from .plan import Boundary, PruningPlan
+from .steps import attach_operators_
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def without_held_out(fit: OperatorFit) -> OperatorFit:
+    """Return the same fit as it came out without the held-out windows; for the guard."""
+    return replace(fit, tensors=fit.fit_part, weights=fit.weights_part)
+
+
+def is_tested(fit: OperatorFit) -> bool:
+    """Whether the same fit without the held-out windows is there."""
+    return bool(fit.fit_part or fit.weights_part)
+
+
+def with_parts_of(
+    ladder: Sequence[OperatorFit], others: Sequence[OperatorFit]
+) -> tuple[OperatorFit, ...]:
+    """Take what was fitted without the held-out windows from other fits of the same names.
+
+    How massive tokens are told apart belongs to the threshold in a fit's `spec`: it stays. A fit
+    without counterpart keeps its own.
+    """
+    by_name = {fit.name: fit for fit in others}
+
+    def joined(fit: OperatorFit) -> OperatorFit:
+        other = by_name.get(fit.name)
+        if other is None or set(other.fit_part) != set(fit.fit_part):
+            return fit
+        own = {k: v for k, v in fit.fit_part.items() if k == "sink_direction"}
+        return replace(fit, fit_part={**other.fit_part, **own}, weights_part=other.weights_part)
+
+    return tuple(map(joined, ladder))
+
+
+def apply_repairs_(
+    pruned: PreTrainedModel, plan: PruningPlan, fits: Mapping[Boundary, OperatorFit]
+) -> frozenset[str]:
+    """Repair a pruned model in place.
+
+    Args:
+        pruned: The pruned model, or a prefix of it that holds the layers in question; made by
+            `share_tensors`.
+        plan: The plan by which it was pruned.
+        fits: One fit per repaired boundary.
+
+    Returns:
+        Names of the parameters that hold new values.
+    """
+    prefix = layers_prefix(pruned)
+    values = {
+        f"{prefix}{plan.kept.index(boundary.start - 1)}.{path}": weight
+        for boundary, fit in fits.items()
+        for path, weight in fit.weights.items()
+    }
+    changed = change_weights_(pruned, values) if values else frozenset()
+    attached = {boundary: fit for boundary, fit in fits.items() if fit.tensors}
+    if attached:
+        attach_operators_(pruned, plan, attached)
+    return changed
