@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from ghostlayers.decoder import decoder_layers, remove_layers_, share_tensors
 from ghostlayers.evaluation import window_losses
 from ghostlayers.operators import OperatorFit
 from ghostlayers.plan import PruningPlan
+from ghostlayers.repairs import apply_repairs_
 from ghostlayers.steps import attach_operators_
 from ghostlayers.suffix import SuffixScorer, first_state
 from oracles import FAMILIES, random_ids, tiny_model
@@ -125,3 +128,23 @@ def test_layers_that_share_more_than_a_state_run_the_whole_model():
     suffix = scorer.suffix(pruned, plan)
     assert suffix.start is None and suffix.model is pruned
     assert scorer.losses(suffix) == pytest.approx(window_losses(pruned, IDS), abs=1e-6)
+
+
+def test_a_changed_layer_below_the_cut_runs_again():
+    dense, plan = tiny_model(), PruningPlan(8, (3, 4))
+    pruned = remove_layers_(share_tensors(dense), plan.removed)
+    scorer = SuffixScorer(dense, IDS, batch_size=2)
+    suffix = scorer.suffix(pruned, plan, 2)
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    fit = OperatorFit("fold", {}, {}, weights={"mlp.down_proj.weight": weight})
+    changed = {}
+    for name, (model, cut) in {
+        "whole": (pruned, plan),
+        "suffix": (suffix.model, suffix.plan),
+    }.items():
+        changed[name] = share_tensors(model)
+        apply_repairs_(changed[name], cut, {plan.boundaries[0]: fit})
+    wanted = window_losses(changed["whole"], IDS, batch_size=2)
+    found = scorer.losses(replace(suffix, model=changed["suffix"]))
+    assert found == pytest.approx(wanted, abs=1e-5)
+    assert wanted != pytest.approx(window_losses(pruned, IDS, batch_size=2), abs=1e-3)
