@@ -396,20 +396,27 @@ class Ladder:
 
         class Trial:
             def __init__(self, *_):
-                self.model = self
+                self.none = [losses["pruned"]] * 4
 
-            def switch_(self, choice):
+            def losses(self, choice):
+                if not choice:
+                    return self.none
                 (fit,) = choice.values()
                 step = noise * (1 + names.index(fit.name))
-                self.losses = [losses[fit.name] + step * w for w in wobble]
+                return [losses[fit.name] + step * w for w in wobble]
 
-        def planted_losses(model, ids, **_):
-            return model.losses if isinstance(model, Trial) else [losses[model]] * 4
+        class Scorer:
+            ids = random_ids(4, 8)
+
+            def dense_losses(self, _states):
+                return [losses["dense"]] * 4
+
+            def suffix(self, pruned, _plan, _start):
+                return pruned
 
         monkeypatch.setattr(guard, "_Trial", Trial)
-        monkeypatch.setattr(guard, "window_losses", planted_losses)
-        ids = random_ids(16, 8)
-        verdict = guard.judge_repairs("dense", "pruned", plan, {boundary: ladder}, ids)
+        ids, ladders = random_ids(16, 8), {boundary: ladder}
+        verdict = guard.judge_repairs("dense", "pruned", plan, ladders, ids, scorer=Scorer())
         self.entry = verdict.boundaries[boundary]
         self.chosen = self.entry["chosen"]
 

@@ -328,21 +328,26 @@ class Judged:
 
         class Trial:
             def __init__(self, *_):
-                self.model = self
+                self.none = [none + n for n in noise]
 
-            def switch_(self, kept):
-                gained = sum(gains[boundary.start] for boundary in kept)
-                self.losses = [none - gained + n / 10 for n in noise]
+            def losses(self, choice):
+                gained = sum(gains[boundary.start] for boundary in choice)
+                return [none - gained + n / 10 for n in noise] if choice else self.none
 
-        def losses(model, ids, **_):
-            if isinstance(model, Trial):
-                return model.losses
-            return [(dense if model == "dense" else none) + n for n in noise]
+        class Scorer:
+            ids = random_ids(4, 8)
+
+            def dense_losses(self, _states):
+                return [dense + n for n in noise]
+
+            def suffix(self, pruned, _plan, _start):
+                return pruned
 
         monkeypatch.setattr(guard, "_Trial", Trial)
-        monkeypatch.setattr(guard, "window_losses", losses)
         ids = random_ids(windows, 8)
-        self.verdict = guard.judge_repairs("dense", "pruned", self.plan, self.fits, ids)
+        self.verdict = guard.judge_repairs(
+            "dense", "pruned", self.plan, self.fits, ids, scorer=Scorer()
+        )
         self.kept = [boundary.start for boundary in self.verdict.kept]
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .calibration import Windows
 from .config import PruneConfig
+from .decoder import input_device, num_decoder_layers, text_config
 from .errors import CalibrationError, PlanError
 from .model_checks import check_causal, check_reloadable
 from .pipeline import allowed_layers, calibration_windows
 from .records import versions
+from .recoverability import Recoverability, RecoverabilityAccumulator
 from .selectors import selector_names
 from .selectors.lorp import num_clusters_for
 from .similarity import Similarity
@@ -32,12 +35,15 @@ class Analysis:
         selections: `{selector: {k: removed layers}}` for every budget that may be removed; a
             budget for which a selector has no answer is left out.
         windows: The calibration windows.
+        recoverability: Errors of every contiguous cut before and after a linear repair; None if
+            there are too few tokens.
     """
 
     similarity: Similarity
     num_clusters: int
     selections: dict[str, dict[int, tuple[int, ...]]]
     windows: Windows
+    recoverability: Recoverability | None = None
 
     @property
     def locality(self) -> str:
@@ -58,6 +64,7 @@ class Analysis:
             "num_clusters": self.num_clusters,
             "block_influence": self.similarity.block_influence,
             "selections": self.selections,
+            "recoverability": self.recoverability and self.recoverability.to_dict(),
             "calibration": self.windows.record(),
             "versions": versions(),
         }
@@ -101,8 +108,28 @@ def analyze(
     if isinstance(windows, torch.Tensor):
         windows = Windows(windows, "windows given in", bos_per_window=False)
     batches = batches_of(windows.ids, config.batch_size)
-    similarity = measure_similarity(model, batches, progress=progress)
     allowed = allowed_layers(config, model.config)
+    probe = RecoverabilityAccumulator(
+        num_decoder_layers(model.config),
+        text_config(model.config).hidden_size,
+        num_windows=windows.ids.shape[0],
+        window=windows.ids.shape[1],
+        seed=config.seed,
+    )
+    similarity = measure_similarity(model, batches, also=[probe], progress=progress)
+    return Analysis(
+        similarity=similarity,
+        num_clusters=config.num_clusters or num_clusters_for(similarity.rls),
+        selections=_selections(similarity, config, allowed),
+        windows=windows,
+        recoverability=probe.result(allowed, device=input_device(model), progress=progress),
+    )
+
+
+def _selections(
+    similarity: Similarity, config: PruneConfig, allowed: Sequence[int]
+) -> dict[str, dict[int, tuple[int, ...]]]:
+    """List what each selector that reads similarities would remove, for every budget."""
     selections: dict[str, dict[int, tuple[int, ...]]] = {name: {} for name in selector_names()}
     for name, budgets in selections.items():
         for budget in range(1, len(allowed) + 1):
@@ -118,9 +145,4 @@ def analyze(
             except PlanError:
                 continue  # documented: this selector has no answer for this budget
             budgets[budget] = plan.removed
-    return Analysis(
-        similarity=similarity,
-        num_clusters=config.num_clusters or num_clusters_for(similarity.rls),
-        selections=selections,
-        windows=windows,
-    )
+    return selections

@@ -19,7 +19,7 @@ from .moments import held_out_mask
 from .operators import OperatorFit
 from .plan import Boundary, PruningPlan
 from .repairs import apply_repairs_
-from .steps import fit_sink_rules, prefix_of
+from .steps import fit_sink_rules, prefix_model
 from .sweep import Captured, TokenRows, batches_of, progress_bar, stream
 from .token_classes import SinkRule
 
@@ -67,7 +67,7 @@ def repaired_student(
 ) -> Student:
     """Build the pruned model up to a boundary with the repairs of those before it."""
     layer = plan.kept.index(boundary.start - 1)
-    model = prefix_of(pruned, layer + 1)
+    model = prefix_model(pruned, layer + 1)
     model = share_tensors(model) if model is pruned else model
     apply_repairs_(model, plan, fits)
     return Student(model, layer)
@@ -97,7 +97,7 @@ class BoundaryRuns:
         """Return the student with changed weights (by path) in the layer before the cut."""
         if self.student is None:
             start = self.boundary.start
-            base = Student(prefix_of(self.dense, max(start, 1)), start - 1)
+            base = Student(prefix_model(self.dense, max(start, 1)), start - 1)
         else:
             base = self.student
         if not weights:
@@ -123,7 +123,7 @@ class BoundaryRuns:
         start, stop = self.boundary.start, self.boundary.stop
         batches = batches_of(self.ids, self.batch_size)
         bar = progress_bar(batches, f"boundary {self.boundary}", self.progress)
-        teacher = prefix_of(self.dense, stop)
+        teacher = prefix_model(self.dense, stop)
         if self.student is None and not weights:
             modules = _maps(teacher, start - 1, paths)
             for seen in stream(teacher, bar, (start, stop), modules):

@@ -15,8 +15,9 @@ from typing import Any
 
 from .config import PruneConfig
 from .errors import CalibrationError, CheckpointError
+from .plan import format_layers
 from .records import has_operators, plain, read_record, versions, write_json
-from .tables import bar, boundary_table, render_table
+from .tables import bar, boundary_table, heat_map, render_table, search_table
 from .text_sources import check_source
 
 
@@ -80,8 +81,6 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     top = max(float(influence.max()), 1e-12)
     rows = [[str(i), f"{float(v):.4f}", bar(float(v) / top)] for i, v in enumerate(influence)]
     print(render_table(["layer", "block influence", ""], rows))
-    from .plan import format_layers
-
     names = list(analysis.selections)
     budgets = sorted({budget for by_budget in analysis.selections.values() for budget in by_budget})
     rows = [
@@ -89,6 +88,8 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
         for k in budgets
     ]
     print("\n" + render_table(["remove", *names], rows))
+    if analysis.recoverability is not None:
+        print("\n" + heat_map(analysis.recoverability.error_after.tolist()))
     return {"model": args.model, **analysis.to_dict()}
 
 
@@ -104,8 +105,6 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     from .calibration import resolve_window
     from .decoder import pruned_config
     from .loading import GHOST_MODEL_TYPE, load_config, load_model, load_tokenizer, locate
-    from .model_card import load_snippet
-    from .operators import NO_OPERATOR
     from .pipeline import (
         check_quantized,
         is_quantized,
@@ -113,7 +112,6 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         prune_without_weights,
         resolve_plan,
     )
-    from .plan import format_layers
 
     source = locate(args.model)
     check_output(out, force=args.force, source=source)
@@ -141,15 +139,24 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         print(f"ghostlayers: warning: {line}", file=sys.stderr)
     save_pruned(result, out, source=source, dtype=config.dtype, force=args.force)
     record = read_record(out)
+    _print_pruned(record, out)
+    return {"out": str(out), **record}
+
+
+def _print_pruned(record: dict[str, Any], out: Path) -> None:
+    from .model_card import load_snippet
+    from .operators import NO_OPERATOR
+
+    if record["search"] is not None:
+        print(search_table(record["search"]) + "\n")
     print(
-        f"removed {len(result.plan.removed)} of {result.plan.num_layers} layers "
-        f"({record['selector']}): {format_layers(result.plan.removed)}"
+        f"removed {len(record['removed'])} of {record['num_layers']} layers "
+        f"({record['selector']}): {format_layers(record['removed'])}"
     )
-    if config.recover != NO_OPERATOR:
+    if record["recover"] != NO_OPERATOR:
         print(boundary_table(record["boundaries"]))
     print(f"\nwritten to {out}. Load it:\n")
     print(load_snippet(str(out), has_operators=has_operators(record)))
-    return {"out": str(out), **record}
 
 
 def _dry_run(
@@ -262,8 +269,6 @@ def run_info(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str, A
         raise CheckpointError(f"PATH {args.path!r} is no folder. Give a checkpoint.")
     _check_json_target(args.json)
     record = read_record(folder)
-    from .plan import format_layers
-
     calibration = record.get("calibration") or {}
     source = record.get("source") or {}
     rows = [

@@ -7,7 +7,7 @@ from typing import Any
 
 from .errors import GhostlayersError, unknown_name
 from .operators import operator_names
-from .selectors import selector_names
+from .selectors import AUTO, AUTO_MIN_WINDOWS, select_names
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FITS = ("dense", "sequential")
@@ -33,7 +33,7 @@ class PruneConfig:
     layers: str | None = _option(
         None, "remove exactly these layers, e.g. 12-18,21 (0-based, both ends included)"
     )
-    select: str = _option("lorp", "which layers go", choices=selector_names)
+    select: str = _option("lorp", "which layers go", choices=select_names)
     recover: str = _option("ghost", "how each boundary is repaired", choices=operator_names)
     ridge: float = _option(
         0.0,
@@ -83,6 +83,11 @@ class PruneConfig:
         for name in ("num_windows", "batch_size"):
             if getattr(self, name) < 1:
                 faults.append(f"`{name}` is {getattr(self, name)}; allowed: 1 or more")
+        if self.select == AUTO and self.layers is None and self.num_windows < AUTO_MIN_WINDOWS:
+            faults.append(
+                f"`num_windows` is {self.num_windows}; `select` auto needs {AUTO_MIN_WINDOWS} or "
+                "more, to hold some out"
+            )
         for name in ("protect_first", "protect_last", "seed"):
             if getattr(self, name) < 0:
                 faults.append(f"`{name}` is {getattr(self, name)}; allowed: 0 or more")

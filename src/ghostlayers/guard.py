@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .decoder import share_tensors
-from .evaluation import window_losses
 from .moments import held_out_windows
 from .operators import NO_OPERATOR, OperatorFit
 from .plan import Boundary, PruningPlan
 from .repairs import apply_repairs_, is_tested, without_held_out
+from .suffix import Suffix, SuffixScorer, first_state
 
 if TYPE_CHECKING:
     import torch
@@ -104,18 +104,41 @@ def guard_windows(ids: torch.Tensor) -> torch.Tensor:
     return ids[held_out[::step][:GUARD_WINDOWS]]
 
 
+def guard_scorer(
+    dense: PreTrainedModel, ids: torch.Tensor, *, batch_size: int = 1, progress: bool = True
+) -> SuffixScorer:
+    """Return what scores models on the held-out windows of (n, T) calibration windows."""
+    held_out = guard_windows(ids)
+    return SuffixScorer(
+        dense, held_out, batch_size=batch_size, description="guard", progress=progress
+    )
+
+
+def first_changed_layer(plan: PruningPlan, ladders: Ladders) -> int:
+    """Return the first layer of the dense model that a cut or one of its repairs changes."""
+    folded = [
+        boundary.start - 1
+        for boundary, ladder in ladders.items()
+        if any(fit.weights for fit in ladder)
+    ]
+    return min([first_state(plan), *folded])
+
+
 class _Trial:
     """The pruned model with repairs fitted without the held-out windows, one choice at a time."""
 
-    def __init__(self, pruned: PreTrainedModel, plan: PruningPlan) -> None:
-        self.pruned, self.plan = pruned, plan
-        self.model = pruned
+    def __init__(self, scorer: SuffixScorer, bare: Suffix) -> None:
+        self.scorer, self.bare = scorer, bare
+        self.none = scorer.losses(bare)
 
-    def switch_(self, choice: Mapping[Boundary, OperatorFit]) -> None:
-        """Put a choice of repairs into the model; the other boundaries have none."""
-        self.model = share_tensors(self.pruned)
+    def losses(self, choice: Mapping[Boundary, OperatorFit]) -> list[float]:
+        """Return the losses with a choice of repairs; the other boundaries have none."""
+        if not choice:
+            return self.none
+        model = share_tensors(self.bare.model)
         parts = {boundary: without_held_out(fit) for boundary, fit in choice.items()}
-        apply_repairs_(self.model, self.plan, parts)
+        apply_repairs_(model, self.bare.plan, parts)
+        return self.scorer.losses(replace(self.bare, model=model))
 
 
 def judge_repairs(
@@ -126,6 +149,7 @@ def judge_repairs(
     ids: torch.Tensor,
     *,
     batch_size: int = 1,
+    scorer: SuffixScorer | None = None,
     progress: bool = True,
 ) -> Verdict:
     """Decide which repairs stay.
@@ -143,6 +167,7 @@ def judge_repairs(
             held-out windows.
         ids: (n, T) calibration windows that the fits are from.
         batch_size: Windows per forward pass.
+        scorer: From `guard_scorer`, if several plans are judged on the same windows.
         progress: Show progress bars when standard error is a terminal.
 
     Returns:
@@ -153,24 +178,12 @@ def judge_repairs(
     fits = [fit for ladder in ladders.values() for fit in ladder]
     if len(ids) < MIN_WINDOWS or not all(map(is_tested, fits)):
         return _untested(first, len(ids))
-    held_out = guard_windows(ids)
-
-    def losses(model: PreTrainedModel) -> list[float]:
-        return window_losses(
-            model, held_out, batch_size=batch_size, description="guard", progress=progress
-        )
-
-    trial = _Trial(pruned, plan)
-    lossless, none = losses(dense), losses(pruned)
-
-    def trial_losses(choice: Mapping[Boundary, OperatorFit]) -> list[float]:
-        if not choice:
-            return none
-        trial.switch_(choice)
-        return losses(trial.model)
-
-    tried = trial_losses(first)
-    chosen, current, boundaries = _go_down(ladders, first, tried, trial_losses)
+    scorer = scorer or guard_scorer(dense, ids, batch_size=batch_size, progress=progress)
+    start = first_changed_layer(plan, ladders)
+    lossless = scorer.dense_losses([start])
+    trial = _Trial(scorer, scorer.suffix(pruned, plan, start))
+    none, tried = trial.none, trial.losses(first)
+    chosen, current, boundaries = _go_down(ladders, first, tried, trial.losses)
     damage, whole = gain(none, lossless), gain(none, current)
     share = _share(whole, damage)
     if share < MIN_RECOVERED or not whole.is_sure:
@@ -179,7 +192,7 @@ def judge_repairs(
         entry["kept"] = boundary in chosen
         entry["chosen"] = chosen[boundary].name if boundary in chosen else NO_OPERATOR
     record = {
-        "windows": len(held_out),
+        "windows": len(scorer.ids),
         "loss_dense": _mean(lossless),
         "loss_none": _mean(none),
         "loss_all_operators": _mean(tried),

@@ -36,7 +36,7 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
     """No gradients and no dropout; the model's mode is restored."""
     training = model.training
     model.eval()
@@ -91,7 +91,7 @@ def check_causal(model: PreTrainedModel) -> None:
     """
     vocabulary = len(input_embeddings(model))
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]], device=input_device(model)) % vocabulary
-    with _evaluating(model):
+    with evaluating(model):
         states = base_model(model)(input_ids=ids, use_cache=False)[0][:, :-1].float()
     # States that are not finite are reported by the sweep, with their layer.
     near = 1e-2 if model.dtype in LOW_PRECISION else 1e-3
@@ -145,7 +145,7 @@ def _two_greedy_steps(model: PreTrainedModel, prompt: torch.Tensor, *, use_cache
         pad_token_id=0
     )  # nothing of the model's own mixes in
     try:
-        with _evaluating(model):
+        with evaluating(model):
             return model.generate(  # type: ignore[operator]
                 input_ids=prompt,
                 attention_mask=torch.ones_like(prompt),

@@ -1,13 +1,13 @@
 """Measure, select, recover: the whole job on a model in memory. Read this page first.
 
-windows -> sweep 1 -> Similarity -> selector -> PruningPlan
+windows -> sweep 1 -> Similarity -> selector (or search) -> PruningPlan
 windows -> sweep 2 (only up to the last boundary) -> moments -> repairs -> guard
 plan + repairs -> a pruned model that shares the dense model's tensors, but for changed weights
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +16,16 @@ import torch
 from .boundary_record import boundary_entries
 from .calibration import Windows, resolve_window, sampled_windows, text_windows
 from .config import PruneConfig
-from .decoder import num_decoder_layers, remove_layers_, share_tensors, text_config
+from .decoder import num_decoder_layers, remove_layers_, text_config
 from .errors import CalibrationError, UnsupportedModelError
 from .layer_fields import protected_layers
 from .model_checks import check_attachable, check_cache, check_causal, check_reloadable
-from .operators import ATTACHING, NO_OPERATOR, ROBUST, OperatorFit
+from .operators import ATTACHING, NO_OPERATOR, OperatorFit
 from .plan import Boundary, PruningPlan, check_num_remove, parse_layers, removable_layers
 from .records import FORMAT_VERSION, versions
 from .recovery import Recovery, prepare_recovery, recover_
-from .similarity import Similarity
-from .steps import (
-    measure_similarity,
-    select_layers,
-)
-from .sweep import batches_of
-from .token_classes import NormAccumulator
+from .selection import Selection, choose_layers
+from .steps import cut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -112,18 +107,6 @@ def resolve_plan(config: PruneConfig, model_config: Any) -> PruningPlan | None:
     return None
 
 
-def cut(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
-    """Return the pruned model; it shares the dense model's tensors.
-
-    Raises:
-        UnsupportedModelError: If the config cannot describe it, a reload would change it, or its
-            cache does not work.
-    """
-    pruned = remove_layers_(share_tensors(model), plan.removed)
-    check_cache(pruned, what=f"the model without layers {list(plan.removed)}")
-    return pruned
-
-
 def is_quantized(config: Any) -> bool:
     """Say whether a config describes low-bit weights."""
     return getattr(config, "quantization_config", None) is not None
@@ -167,7 +150,7 @@ def prune_without_weights(model_config: Any, plan: PruningPlan, config: PruneCon
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config)
     remove_layers_(model, plan.removed)
-    return PruneResult(model, plan, {}, _record(config, plan, Recovery(), None, None))
+    return PruneResult(model, plan, {}, _record(config, Selection(plan), Recovery(), None))
 
 
 def prune(
@@ -210,63 +193,44 @@ def prune(
         check_attachable(model)
     check_causal(model)
     check_cache(model, what="the dense model")
-    pruned, folds = None, None
+    chosen, pruned, folds = None, None, None
     if plan is not None:
-        pruned, folds = cut(model, plan), prepare_recovery(model, plan, config)
+        chosen, pruned = Selection(plan), cut(model, plan)
+        folds = prepare_recovery(model, plan, config)
     if isinstance(windows, torch.Tensor):
         windows = Windows(windows, "windows given in", bos_per_window=False)
     if windows is None and (plan is None or config.recover != NO_OPERATOR):
         if tokenizer is None:
             raise CalibrationError("`tokenizer` is None. Give the model's tokenizer or `windows`.")
         windows = calibration_windows(model, tokenizer, config, progress=progress)
-    batches = [] if windows is None else batches_of(windows.ids, config.batch_size)
-
-    similarity, massive = None, None
-    if plan is None:
-        plan, similarity, massive = _select(model, batches, config, progress=progress)
-    if pruned is None:
-        pruned = cut(model, plan)
-    recovery = Recovery()
+    ids = torch.empty(0, 0, dtype=torch.long) if windows is None else windows.ids
+    if chosen is None or pruned is None:
+        allowed = allowed_layers(config, model.config)
+        chosen = choose_layers(model, ids, config, allowed=allowed, progress=progress)
+        pruned = cut(model, chosen.plan)
+    plan, recovery = chosen.plan, Recovery()
     if windows is not None:
         recovery = recover_(
-            pruned, model, plan, config, windows.ids, massive, folds=folds, progress=progress
+            pruned, model, plan, config, ids, chosen.massive, folds=folds, progress=progress
         )
     return PruneResult(
         model=pruned,
         plan=plan,
         fits=recovery.used,
-        record=_record(config, plan, recovery, windows, similarity),
+        record=_record(config, chosen, recovery, windows),
         tokenizer=tokenizer,
         warnings=recovery.warnings,
         changed=recovery.changed,
     )
 
 
-def _select(
-    model: PreTrainedModel, batches: Sequence[torch.Tensor], config: PruneConfig, *, progress: bool
-) -> tuple[PruningPlan, Similarity, torch.Tensor | None]:
-    """Run the first sweep and choose layers; mark the massive tokens if the operator asks."""
-    norms = [NormAccumulator(num_decoder_layers(model.config))] if config.recover in ROBUST else []
-    similarity = measure_similarity(model, batches, also=norms, progress=progress)
-    plan = select_layers(
-        similarity,
-        selector=config.select,
-        num_remove=int(config.num_remove or 0),
-        num_clusters=config.num_clusters,
-        allowed=allowed_layers(config, model.config),
-        seed=config.seed,
-    )
-    return plan, similarity, norms[0].massive() if norms else None
-
-
 def _record(
     config: PruneConfig,
-    plan: PruningPlan,
+    chosen: Selection,
     recovery: Recovery,
     windows: Windows | None,
-    similarity: Similarity | None,
 ) -> dict[str, Any]:
-    verdict = recovery.verdict
+    plan, verdict = chosen.plan, recovery.verdict
     return {
         "format_version": FORMAT_VERSION,
         "num_layers": plan.num_layers,
@@ -276,7 +240,8 @@ def _record(
         "selector": "layers" if config.layers is not None else config.select,
         "recover": config.recover,
         "guard": None if verdict is None else verdict.record,
-        "rls": None if similarity is None else similarity.rls,
+        "rls": None if chosen.similarity is None else chosen.similarity.rls,
+        "search": chosen.search,
         "calibration": None if windows is None else windows.record(),
         "seed": config.seed,
         "config": config.to_dict(),

@@ -9,6 +9,7 @@ import torch
 
 from .decoder import decoder_layers, decoder_path, remove_layers_, share_tensors
 from .errors import CalibrationError, UnsupportedModelError
+from .model_checks import check_cache
 from .modeling_ghostlayers import attach_operators_ as attach_zero_operators_
 from .moments import MomentAccumulator, RobustMoments, SplitMoments
 from .operators import OperatorFit, get_operator
@@ -137,13 +138,25 @@ def collect_moments(
         device=device,
         massive=massive,
     )
-    prefix = prefix_of(model, max(boundary.stop for boundary in boundaries))
+    prefix = prefix_model(model, max(boundary.stop for boundary in boundaries))
     sweep(prefix, batches, [accumulator], description="moments", progress=progress)
     return accumulator.result()
 
 
-def prefix_of(model: PreTrainedModel, last: int) -> PreTrainedModel:
-    """Return the model without the layers from `last` on, if its config can say so."""
+def cut(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
+    """Return the pruned model; it shares the dense model's tensors.
+
+    Raises:
+        UnsupportedModelError: If the config cannot describe it, a reload would change it, or its
+            cache does not work.
+    """
+    pruned = remove_layers_(share_tensors(model), plan.removed)
+    check_cache(pruned, what=f"the model without layers {list(plan.removed)}")
+    return pruned
+
+
+def prefix_model(model: PreTrainedModel, last: int) -> PreTrainedModel:
+    """Return the model without the layers from `last` ≥ 1 on, if its config can say so."""
     depth = len(decoder_layers(model))
     if last == depth:
         return model
@@ -185,7 +198,7 @@ def fit_sink_rules(
     if not directions:
         return {}
     accumulator = ScoreAccumulator(directions, massive)
-    prefix = prefix_of(model, max(1, max(boundary.start for boundary in directions)))
+    prefix = prefix_model(model, max(1, max(boundary.start for boundary in directions)))
     sweep(prefix, batches, [accumulator], description="sink rule", progress=progress)
     return {
         boundary: place_threshold(

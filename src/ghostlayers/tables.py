@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+from .plan import format_layers
+
 BAR_WIDTH = 30
+SHOWN_CANDIDATES = 8
+MAX_WIDTH = 100
+MARGIN = 7
+SHADES = "·░▒▓█"
+LEGEND = "error of the state behind the cut after a linear repair, percent of its norm, held-out"
 
 
 def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -37,6 +45,10 @@ def _is_number(cell: str) -> bool:
     return cell.replace(".", "", 1).replace("-", "", 1).replace(" M", "").isdecimal() or cell == "-"
 
 
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else "-"
+
+
 def bar(share: float) -> str:
     """Draw a share in [0, 1] as a bar."""
     return "█" * max(0, round(min(share, 1.0) * BAR_WIDTH))
@@ -44,18 +56,69 @@ def bar(share: float) -> str:
 
 def boundary_table(boundaries: Sequence[dict[str, Any]]) -> str:
     """Lay out the boundaries of a record: errors of the hidden state behind each cut."""
-
-    def number(value: Any) -> str:
-        return f"{value:.4f}" if isinstance(value, float) else "-"
-
     names = ("error_before", "error_after", "held_out_error_before", "held_out_error_after")
     rows = [
         [
             f"[{entry['start']}, {entry['stop']})",
             entry["operator"],
-            *(number(entry.get(name)) for name in names),
+            *(_number(entry.get(name)) for name in names),
         ]
         for entry in boundaries
     ]
     header = ["removed", "operator", "error before", "after", "held-out before", "after"]
     return render_table(header, rows)
+
+
+def search_table(search: dict[str, Any]) -> str:
+    """Lay out the candidates of a search, the best first: those of selectors always, some swaps."""
+    rows, hidden = [], 0
+    for rank, entry in enumerate(search["candidates"]):
+        if rank >= SHOWN_CANDIDATES and entry["source"] in ("swap", "block"):
+            hidden += 1
+            continue
+        numbers = (entry[name] for name in ("loss", "perplexity", "loss_none"))
+        rows.append([format_layers(entry["layers"]), entry["source"], *map(_number, numbers)])
+    header = ["layers", "source", "held-out loss", "perplexity", "loss without repair"]
+    dense = f"dense model: loss {_number(search['loss_dense'])}"
+    more = f"; {hidden} more in the record" if hidden else ""
+    return f"{render_table(header, rows)}\n{dense}{more}"
+
+
+def heat_map(errors: Sequence[Sequence[float]]) -> str:
+    """Draw the recoverability of contiguous cuts: a row per first layer, a column per length.
+
+    Args:
+        errors: (L+1, L+1), error of the cut [s, e) after its repair; nan where there is none.
+
+    Returns:
+        Two digits per cut, or one shade where these do not fit in `MAX_WIDTH` columns, and a
+        legend.
+    """
+    rows = {
+        start: [value for value in row[start + 1 :] if not math.isnan(value)]
+        for start, row in enumerate(errors)
+    }
+    rows = {start: values for start, values in rows.items() if values}
+    if not rows:
+        return "no layer may be removed"
+    lengths = range(1, max(map(len, rows.values())) + 1)
+    digits = MARGIN + 3 * len(lengths) <= MAX_WIDTH
+
+    def cell(value: float) -> str:
+        if digits:
+            return f" {min(round(100 * value), 99):2d}"
+        return SHADES[min(int(value * len(SHADES)), len(SHADES) - 1)]
+
+    if digits:
+        head = "".join(f" {length:2d}" for length in lengths)
+        legend = f"{LEGEND}; 99: or more"
+    else:
+        head = "".join(str(length // 10) if length % 10 == 0 else "." for length in lengths)
+        limits = [round(100 * step / len(SHADES)) for step in range(len(SHADES) + 1)]
+        legend = f"{LEGEND}: " + ", ".join(
+            f"{shade} {low}-{high}"
+            for shade, low, high in zip(SHADES, limits, limits[1:], strict=False)
+        )
+    lines = [f"{start:>{MARGIN - 1}} " + "".join(map(cell, row)) for start, row in rows.items()]
+    title = f"{'first':>{MARGIN - 1}}  layers removed\n{'layer':>{MARGIN - 1}} {head}"
+    return "\n".join([title, *lines, legend])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ..errors import unknown_name
+from ..errors import GhostlayersError, unknown_name
 
 if TYPE_CHECKING:
     from ..similarity import Similarity
@@ -21,6 +21,9 @@ SELECTORS: dict[str, str] = {
     "shortgpt": "shortgpt:select_shortgpt",
     "streamline": "streamline:select_streamline",
 }
+# Not in the table: it looks at repaired models, not at similarities alone (see `search`).
+AUTO = "auto"
+AUTO_MIN_WINDOWS = 4
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,13 @@ Selector = Callable[[SelectionContext], Sequence[int]]
 
 
 def selector_names() -> tuple[str, ...]:
-    """Return the names that `select` accepts."""
+    """Return the names of the selectors that read similarities."""
     return tuple(SELECTORS)
+
+
+def select_names() -> tuple[str, ...]:
+    """Return the names that `select` accepts."""
+    return (*SELECTORS, AUTO)
 
 
 def get_selector(name: str) -> Selector:
@@ -56,6 +64,11 @@ def get_selector(name: str) -> Selector:
     Raises:
         GhostlayersError: If no selector has that name; the nearest name is suggested.
     """
+    if name == AUTO:
+        raise GhostlayersError(
+            f"selector {AUTO!r} needs the model and its calibration, not only similarities. Use "
+            f"`prune`, or one of {', '.join(SELECTORS)}."
+        )
     if name not in SELECTORS:
         raise unknown_name("selector", name, SELECTORS)
     module, function = SELECTORS[name].split(":")

@@ -1,0 +1,86 @@
+"""The first sweep, and the layers that go: by a selector, or by a search over repaired models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .decoder import decoder_layers
+from .operators import ROBUST
+from .plan import PruningPlan
+from .search import needs_massive, search_layers
+from .selectors import AUTO, SelectionContext
+from .similarity import Similarity
+from .steps import measure_similarity, select_layers
+from .sweep import batches_of
+from .token_classes import NormAccumulator
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from .config import PruneConfig
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The layers that go, and what was measured on the way.
+
+    Attributes:
+        plan: The layers.
+        similarity: Of the dense model; None if the layers were given.
+        massive: (N,) bool, the massive tokens in the order of the sweep, if an operator asks.
+        search: JSON values of the search; None with another selector.
+    """
+
+    plan: PruningPlan
+    similarity: Similarity | None = None
+    massive: torch.Tensor | None = None
+    search: dict[str, Any] | None = None
+
+
+def choose_layers(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    config: PruneConfig,
+    *,
+    allowed: Sequence[int],
+    progress: bool = True,
+) -> Selection:
+    """Run the first sweep and choose the layers to remove.
+
+    Args:
+        model: The dense model.
+        ids: (n, T) int64 calibration windows.
+        config: Settings.
+        allowed: Layers that may go.
+        progress: Show progress bars when standard error is a terminal.
+
+    Returns:
+        The selection.
+
+    Raises:
+        PlanError: If the selector has no answer for this budget.
+        CalibrationError: If there are too few windows for a search, or a state is not finite.
+    """
+    auto = config.select == AUTO
+    marks = config.recover in ROBUST or (auto and needs_massive(config))
+    batches = batches_of(ids, config.batch_size)
+    depth, budget = len(decoder_layers(model)), int(config.num_remove or 0)
+    norms = [NormAccumulator(depth)] if marks else []
+    similarity = measure_similarity(model, batches, also=norms, progress=progress)
+    massive = norms[0].massive() if norms else None
+    if not auto:
+        plan = select_layers(
+            similarity,
+            selector=config.select,
+            num_remove=budget,
+            num_clusters=config.num_clusters,
+            allowed=allowed,
+            seed=config.seed,
+        )
+        return Selection(plan, similarity, massive)
+    context = SelectionContext(similarity, budget, tuple(allowed), config.num_clusters, config.seed)
+    found = search_layers(model, ids, context, config, massive=massive, progress=progress)
+    return Selection(found.plan, similarity, massive, found.record)
