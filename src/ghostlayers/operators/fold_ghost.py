@@ -118,6 +118,30 @@ def _operator_part(behind: RobustMoments, dtype: torch.dtype) -> dict[str, Tenso
     return part if shift is None else {**part, "shift": shift}
 
 
+def _held_out_errors(
+    held_out: StateFeatureMoments, part: Tensor | None, fit_part: dict[str, Tensor]
+) -> dict[str, Any]:
+    """Return the held-out record; `part` is the change of the map fitted on the other windows."""
+    before = after = None
+    if part is not None:
+        before = held_out.behind().ordinary.relative_error()
+        after = held_out.behind(part).ordinary.relative_error(fit_part["m"])
+    return {
+        "held_out_tokens": held_out.ordinary.num_tokens,
+        "held_out_error_before": before,
+        "held_out_error_after": after,
+    }
+
+
+def _shape_of(m: Tensor) -> dict[str, float]:
+    """Return the condition number of I + M, and the norm and the rotation share of M."""
+    return {
+        "condition": float(torch.linalg.cond(torch.eye(len(m)).to(m) + m)),
+        "frobenius_norm": float(m.norm()),
+        "antisymmetric_share": antisymmetric_share(m),
+    }
+
+
 def fit_fold_ghost(
     fit: StateFeatureMoments,
     held_out: StateFeatureMoments,
@@ -152,14 +176,10 @@ def fit_fold_ghost(
 
     part, ridge, errors = choose_joint(fit, held_out, ridge)
     weights_part, fit_part = {}, {}
-    found: dict[str, Any] = {"held_out_tokens": held_out.ordinary.num_tokens}
-    found |= {"held_out_error_before": None, "held_out_error_after": None}
     if part is not None:
         weights_part[path], part = changed(part)
         fit_part = _operator_part(fit.behind(part), weight.dtype)
-        found["held_out_error_before"] = held_out.behind().ordinary.relative_error()
-        after = held_out.behind(part).ordinary.relative_error(fit_part["m"])
-        found["held_out_error_after"] = after
+    found = _held_out_errors(held_out, part, fit_part)
     total = fit.add_(held_out)
     new, d = changed(JointSolver(total).solve(ridge)[0])
     behind = total.behind(d)
@@ -184,9 +204,7 @@ def fit_fold_ghost(
         "maps": [path],
         **fold_record(ridge, errors),
         "operator_ridge": operator_ridge,
-        "condition": float(torch.linalg.cond(torch.eye(len(m)).to(d) + m.to(d))),
-        "frobenius_norm": float(m.double().norm()),
-        "antisymmetric_share": antisymmetric_share(m.double()),
+        **_shape_of(m.to(d)),
         **sink_record(total.num_massive, rule, used=bool(spec)),
     }
     return OperatorFit(
