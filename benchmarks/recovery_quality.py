@@ -214,10 +214,12 @@ class Bench:
             )
             ladders = {boundary: (fit,)}
             verdict = judge_repairs(self.model, pruned, plan, ladders, ids, scorer=guard)
-            suffix = scorer.suffix(pruned, plan, first_changed_layer(plan, ladders))
-            none, repaired = scorer.losses(suffix), None
-            apply_repairs_(suffix.model, suffix.plan, {boundary: fit})
-            repaired = scorer.losses(suffix)
+            none = repaired = None
+            if verdict.chosen:  # else the model is the pruned one: nothing to compare
+                suffix = scorer.suffix(pruned, plan, first_changed_layer(plan, ladders))
+                none = self._by_text(scorer.losses(suffix))
+                apply_repairs_(suffix.model, suffix.plan, {boundary: fit})
+                repaired = self._by_text(scorer.losses(suffix))
             self.results.add(
                 kind="contiguous",
                 start=boundary.start,
@@ -228,8 +230,8 @@ class Bench:
                 share=verdict.record.get("recovered_share"),
                 gain=verdict.record.get("gain"),
                 gain_error=verdict.record.get("gain_standard_error"),
-                none=self._by_text(none),
-                repaired=self._by_text(repaired),
+                none=none,
+                repaired=repaired,
             )
             scorer.states.clear()
             guard.states.clear()
@@ -309,22 +311,24 @@ def print_grid(lines: list[dict[str, Any]]) -> None:
 
 def print_contiguous(lines: list[dict[str, Any]]) -> None:
     """Print, for each model, calibration and text, what the operator does to contiguous cuts."""
-    groups: dict[tuple[str, str, str], list[tuple[float, bool, str]]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for line in (line for line in lines if line["kind"] == "contiguous"):
-        for text, none in line["none"].items():
-            ratio = line["repaired"][text] / none
-            place = f"{line['start']}-{line['stop'] - 1}"
-            groups[line["model"], line["calibration"], text].append((ratio, line["used"], place))
+        groups[line["model"], line["calibration"]].append(line)
     if groups:
-        print("\n| model | calibration | text | cuts | repaired | worst, to none | without guard |")
+        print("\n| model | calibration | text | cuts | repaired | worst ratio to none | above 1 |")
         print("|---|---|---|---|---|---|---|")
-    for (model, calibration, text), rows in sorted(groups.items()):
-        used = [(ratio, place) for ratio, used, place in rows if used]
-        worst, free = max(used, default=(1.0, "-")), max((r, p) for r, _, p in rows)
-        print(
-            f"| {model} | {calibration} | {text} | {len(rows)} | {len(used)} | "
-            f"{worst[0]:.3f} ({worst[1]}) | {free[0]:.3f} ({free[1]}) |"
-        )
+    for (model, calibration), rows in sorted(groups.items()):
+        used = [row for row in rows if row["used"]]
+        for text in used[0]["none"] if used else ():
+            ratios = [
+                (row["repaired"][text] / row["none"][text], f"{row['start']}-{row['stop'] - 1}")
+                for row in used
+            ]
+            worst, above = max(ratios), [place for ratio, place in ratios if ratio > 1]
+            print(
+                f"| {model} | {calibration} | {text} | {len(rows)} | {len(used)} | "
+                f"{worst[0]:.3f} ({worst[1]}) | {', '.join(above) or 'none'} |"
+            )
 
 
 def main() -> None:
