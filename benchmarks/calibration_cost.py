@@ -71,6 +71,7 @@ def peak_megabytes(path: str, num_windows: int, window: int, queue: multiprocess
             windows=random_windows(vocabulary, windows, window),
             num_remove=5,
             select="streamline",
+            recover="ghost",
             progress=False,
         )
     queue.put(peak_resident_megabytes() - before)
@@ -129,10 +130,15 @@ def main() -> None:
         (
             "select + fit (streamline, ghost)",
             2,
+            {"num_remove": args.num_remove, "select": "streamline", "recover": "ghost"},
+        ),
+        ("select + fit (lorp, ghost)", 2, {"num_remove": args.num_remove, "recover": "ghost"}),
+        (f"fit, layers given ({given}, ghost)", 1, {"layers": given, "recover": "ghost"}),
+        (
+            "select + fit + guard (streamline, ghost-robust)",
+            2,
             {"num_remove": args.num_remove, "select": "streamline"},
         ),
-        ("select + fit (lorp, ghost)", 2, {"num_remove": args.num_remove}),
-        (f"fit, layers given ({given})", 1, {"layers": given}),
     )
     for name, passes, settings in cases:
         ratios = []

@@ -150,7 +150,11 @@ def test_defaults(work, run, tmp_path):
     assert run("prune", work / "m", "-o", tmp_path / "x", *flags)[0] == 0
     found = json.loads((tmp_path / "d.json").read_text())
     config = found["config"]
-    assert (config["select"], config["recover"], config["num_windows"]) == ("lorp", "ghost", 128)
+    assert (config["select"], config["recover"], config["num_windows"]) == (
+        "lorp",
+        "ghost-robust",
+        128,
+    )
     assert config == PruneConfig(num_remove=2).to_dict()
     assert found["window"] == 512  # the model's maximum is below 2048
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .moments import RobustMoments, SplitMoments
 
 # The thresholds that tell massive tokens from others are placed on about this many windows.
-RULE_WINDOWS = 32
+RULE_WINDOWS = 16
 
 
 @dataclass(frozen=True)

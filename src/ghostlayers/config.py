@@ -34,7 +34,7 @@ class PruneConfig:
         None, "remove exactly these layers, e.g. 12-18,21 (0-based, both ends included)"
     )
     select: str = _option("lorp", "which layers go", choices=select_names)
-    recover: str = _option("ghost", "how each boundary is repaired", choices=operator_names)
+    recover: str = _option("ghost-robust", "how each boundary is repaired", choices=operator_names)
     ridge: float = _option(
         0.0,
         "relative ridge: lambda * trace(gram) / C is added to the diagonal; 0 = minimum norm "
