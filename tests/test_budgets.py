@@ -238,7 +238,8 @@ def test_target_bytes_of_the_written_files(work, run, tmp_path, dtype, recover):
     written = sum(path.stat().st_size for path in (tmp_path / "x").glob("*.safetensors"))
     limit = parse_quantity("target_bytes", bound)
     assert written <= budget["achieved"] <= limit
-    assert written > limit - width * LAYER  # one layer fewer would not have fitted
+    room = 256 * 80 + width * 3 * 64  # allowed for headers and for parts of an operator
+    assert written + width * LAYER + room > limit  # one layer fewer would not have fitted
     assert f"budget: --target-bytes {bound} -> {budget['num_remove']} of 8 layers (" in out
 
 
@@ -374,19 +375,21 @@ def test_ratio_is_of_repairs_that_have_not_seen_the_windows(idle, recover):
     assert same.changed == generous.changed
 
 
-def test_what_is_fitted_later_has_not_seen_the_windows_through_what_came_before(idle):
-    model, ids = idle
-    settings = {"recover": "ghost", "fit": "sequential", "protect_first": 2, "protect_last": 3}
-    result = within(model, ids, 1e6, **settings, select="shortgpt", num_clusters=None)
-    assert result.plan.removed == (2, 3, 4)
-    settings |= {"protect_last": 1}
-    result = within(model, ids, 1e6, **settings)
+def test_what_is_fitted_later_has_not_seen_the_windows_through_what_came_before():
+    model = tiny_model()
+    with torch.no_grad():
+        for layer in (2, 5):  # shortgpt removes these two first
+            decoder_layers(model)[layer].self_attn.o_proj.weight *= 0.3
+            decoder_layers(model)[layer].mlp.down_proj.weight *= 0.3
+    ids = random_ids(12, 40, seed=4)
+    settings = {"recover": "ghost", "fit": "sequential"}
+    result = within(model, ids, 1.0, protect_last=2, **settings)
     kept = [row for row in range(len(ids)) if row not in held_out_windows(len(ids))]
-    for probe in result.record["budget"]["probes"]:
-        layers = ",".join(map(str, probe["layers"]))
-        part = prune(model, layers=layers, recover="ghost", fit="sequential", windows=ids[kept])
-        expected = held_out_ratio(part.model, model, ids)
-        assert probe["ratio"] == pytest.approx(expected, rel=2e-2)
+    probe = next(p for p in result.record["budget"]["probes"] if p["num_remove"] == 3)
+    layers = ",".join(map(str, probe["layers"]))
+    part = prune(model, layers=layers, windows=ids[kept], batch_size=4, **settings)
+    assert len(part.fits) > 1
+    assert probe["ratio"] == pytest.approx(held_out_ratio(part.model, model, ids), rel=1e-4)
 
 
 def test_ratio_that_no_cut_keeps(idle):
