@@ -290,6 +290,13 @@ def test_impossible_sizes_are_refused_from_the_config_alone(work, refuse, tmp_pa
         assert "Allowed" in err
 
 
+def test_no_layer_that_may_go(work, refuse):
+    for flags in (["--sparsity", "0.1"], ["--max-ppl-ratio", "2"]):
+        flags = [*flags, "--protect-first", 8]
+        err = refuse(work, "prune", work / "m", "-o", work / "x", *flags)
+        assert "none of the 8 layers may be removed" in err
+
+
 def test_selectors_that_cannot_reach_it_say_how_far_they_get():
     """No block of streamline may cross the protected layer of this hybrid model."""
     model = family_model("lfm2")
@@ -427,3 +434,7 @@ def test_ratio_on_the_command_line(work, run, tmp_path):
     assert lines[1].startswith("removed 6 of 8 layers")
     record = json.loads((tmp_path / "x" / "ghostlayers.json").read_text())
     assert record["budget"]["num_remove"] == 6 and len(record["budget"]["probes"]) == 3
+    line = lines[0].removeprefix("budget: ")
+    assert record["budget"]["reason"] == line
+    assert line in (tmp_path / "x" / "README.md").read_text()
+    assert line in run("info", tmp_path / "x")[1]

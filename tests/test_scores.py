@@ -195,6 +195,15 @@ def test_a_saved_and_reloaded_model_is_the_same(work):
     assert fingerprint(tiny_model("gpt2")) == fingerprint(gl.share_tensors(tiny_model("gpt2")))
 
 
+def test_offloaded_weights_are_read():
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny_model()
+    expected = fingerprint(model)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert any(parameter.is_meta for parameter in model.parameters())
+    assert fingerprint(model) == expected
+
+
 # --- another calibration
 
 

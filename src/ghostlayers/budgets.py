@@ -12,8 +12,16 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from .budget_values import UNITS, budget_kind, flag, format_quantity, parse_quantity
+from .decoder import text_config
 from .errors import PlanError
-from .model_sizes import HEADER_BYTES, ModelSizes, byte_sizes, counted_parameters, operator_sizes
+from .model_sizes import (
+    HEADER_BYTES,
+    ModelSizes,
+    byte_sizes,
+    counted_parameters,
+    operator_sizes,
+    structure,
+)
 from .operators import ATTACHING
 from .plan import PruningPlan
 
@@ -159,6 +167,19 @@ def size_budget(
         operator = operator * model.dtype.itemsize + headers
         return SizeBudget(kind, config.target_bytes, sizes, operator)
     return None
+
+
+def check_reachable(config: PruneConfig, model_config: Any, allowed: Sequence[int]) -> None:
+    """Refuse a budget by parameters that cannot be met, before any weight is loaded.
+
+    Raises:
+        PlanError: If the dense model meets it already, or no cut can.
+    """
+    if budget_kind(config) in ("sparsity", "target_params"):
+        hidden_size = text_config(model_config).hidden_size
+        budget = size_budget(config, structure(model_config), hidden_size)
+        assert budget is not None
+        budget.fewest(allowed)
 
 
 def budget_record(

@@ -116,11 +116,12 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
 
     out = check_output(args.out, force=args.force)
     _quiet_transformers()
+    from .budgets import check_reachable
     from .calibration import resolve_window
     from .decoder import pruned_config
     from .dry_run import describe_run
     from .loading import GHOST_MODEL_TYPE, load_config, load_model, load_tokenizer, locate
-    from .pipeline import prune, prune_without_weights, resolve_plan
+    from .pipeline import allowed_layers, prune, prune_without_weights, resolve_plan
     from .quantized import check_quantized, is_quantized
 
     source = locate(args.model)
@@ -132,6 +133,7 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         )
     plan = resolve_plan(config, model_config)
     check_quantized(config, model_config)
+    check_reachable(config, model_config, allowed_layers(config, model_config))
     if plan is not None:
         pruned_config(model_config, plan)
     window = resolve_window(config.window, model_config)
@@ -260,6 +262,7 @@ def run_info(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str, A
         ["source", str(source.get("model"))],
         ["removed", f"{format_layers(record['removed'])} of {record['num_layers']} layers"],
         ["kept", format_layers(record["kept"])],
+        ["budget", str((record.get("budget") or {}).get("reason"))],
         ["selector", record["selector"]],
         ["recovery", record["recover"]],
         ["dtype", str(record.get("dtype"))],

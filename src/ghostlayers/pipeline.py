@@ -15,12 +15,11 @@ import torch
 
 from .boundary_record import boundary_entries
 from .budget_choice import choose_for_budget
-from .budget_values import budget_kind
 from .budgets import budget_record, size_budget
 from .calibration import Windows, resolve_window, sampled_windows, text_windows
 from .config import PruneConfig
 from .decoder import num_decoder_layers, remove_layers_, text_config
-from .errors import CalibrationError
+from .errors import CalibrationError, PlanError
 from .layer_fields import protected_layers
 from .model_checks import check_attachable, check_cache, check_causal, check_reloadable
 from .model_sizes import structure
@@ -120,13 +119,11 @@ def resolve_plan(config: PruneConfig, model_config: Any) -> PruningPlan | None:
     allowed = allowed_layers(config, model_config)
     if config.num_remove is not None:
         check_num_remove(config.num_remove, depth, allowed)
-    elif not allowed:
-        check_num_remove(1, depth, allowed)
-    elif budget_kind(config) in ("sparsity", "target_params"):
-        size = text_config(model_config).hidden_size
-        budget = size_budget(config, structure(model_config), size)
-        assert budget is not None
-        budget.fewest(allowed)
+    elif not allowed or depth < 2:
+        raise PlanError(
+            f"none of the {depth} layers may be removed. Protect fewer layers, or name the layers "
+            "with `layers`."
+        )
     return None
 
 
