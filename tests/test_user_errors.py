@@ -98,8 +98,8 @@ PLANS = {
     "empty part": (["--layers", "1,,2"], "''"),
     "negative index": (["--layers=-3"], "'-3'"),
     "three parts": (["--layers", "1-2-3"], "'1-2-3'"),
-    "both": (["--layers", "1", "--num-remove", "1"], "both are given"),
-    "neither": ([], "neither is given"),
+    "both": (["--layers", "1", "--num-remove", "1"], "`num_remove` and `layers` are given"),
+    "neither": ([], "none is given"),
     "selector": (["--num-remove", "1", "--select", "shortgtp"], "Did you mean 'shortgpt'"),
     "operator": (["--num-remove", "1", "--recover", "gost"], "Did you mean 'ghost'"),
     "ridge": (["--num-remove", "1", "--ridge", "-0.1"], "`ridge` is -0.1"),
@@ -131,7 +131,7 @@ def test_settings(work, refuse, name):
 def test_several_faults_are_in_one_line(work, refuse):
     flags = ["--select", "lrp", "--ridge", "-1", "--num-windows", "0"]
     err = refuse(work, "prune", work / "m", "-o", work / "x", *flags)
-    for part in ("neither is given", "'lorp'", "`ridge`", "`num_windows`"):
+    for part in ("none is given", "'lorp'", "`ridge`", "`num_windows`"):
         assert part in err
 
 

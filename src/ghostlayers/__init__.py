@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from .operators import OperatorFit
     from .pipeline import PruneResult, prune
     from .plan import Boundary, PruningPlan
+    from .scores import Scores
+    from .scores_file import load_scores
     from .selectors import SelectionContext
     from .similarity import Similarity
     from .steps import (
@@ -59,6 +61,7 @@ _EXPORTS = {
     "PruneResult": "pipeline",
     "PrunedCheckpoint": "checkpoint",
     "PruningPlan": "plan",
+    "Scores": "scores",
     "SelectionContext": "selectors",
     "Similarity": "similarity",
     "SplitMoments": "moments",
@@ -71,6 +74,7 @@ _EXPORTS = {
     "fit_operator": "steps",
     "fit_sink_rules": "steps",
     "load_pruned": "checkpoint",
+    "load_scores": "scores_file",
     "measure_similarity": "steps",
     "perplexity": "evaluation",
     "prune": "pipeline",

@@ -14,6 +14,8 @@ from .model_checks import check_causal, check_reloadable
 from .pipeline import allowed_layers, calibration_windows
 from .records import versions
 from .recoverability import Recoverability, RecoverabilityAccumulator
+from .scores import Scores
+from .selection import Measured
 from .selectors import selector_names
 from .selectors.lorp import num_clusters_for
 from .similarity import Similarity
@@ -21,6 +23,8 @@ from .steps import measure_similarity, select_layers
 from .sweep import batches_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -37,13 +41,19 @@ class Analysis:
         windows: The calibration windows.
         recoverability: Errors of every contiguous cut before and after a linear repair; None if
             there are too few tokens.
+        scores: What `prune` needs of it to run no first sweep.
     """
 
     similarity: Similarity
     num_clusters: int
     selections: dict[str, dict[int, tuple[int, ...]]]
     windows: Windows
-    recoverability: Recoverability | None = None
+    recoverability: Recoverability | None
+    scores: Scores
+
+    def save(self, path: str | Path, *, force: bool = False) -> Path:
+        """Write the scores to a safetensors file; see `load_scores` and `Scores.save`."""
+        return self.scores.save(path, force=force)
 
     @property
     def locality(self) -> str:
@@ -117,12 +127,15 @@ def analyze(
         seed=config.seed,
     )
     similarity = measure_similarity(model, batches, also=[probe], progress=progress)
+    measured = Measured(similarity, probe.norms.massive())
+    found = probe.result(allowed, device=input_device(model), progress=progress)
     return Analysis(
         similarity=similarity,
         num_clusters=config.num_clusters or num_clusters_for(similarity.rls),
         selections=_selections(similarity, config, allowed),
         windows=windows,
-        recoverability=probe.result(allowed, device=input_device(model), progress=progress),
+        recoverability=found,
+        scores=Scores.of(model, config, windows, measured, found),
     )
 
 

@@ -25,6 +25,7 @@ VERBS = {
 EXAMPLES = """examples:
   ghostlayers analyze org/model --calibration c4
   ghostlayers prune org/model -o pruned --num-remove 7 --calibration c4
+  ghostlayers prune org/model -o pruned --sparsity 0.2 --scores scores.safetensors
   ghostlayers prune ./model.gguf -o pruned --layers 12-18,21 --calibration notes.txt
   ghostlayers eval org/model pruned --perplexity wikitext2
   ghostlayers info pruned
@@ -91,10 +92,22 @@ def build_parser() -> argparse.ArgumentParser:
 
     model_help = "Hub id, local checkpoint folder, or .gguf file"
     added["analyze"].add_argument("model", metavar="MODEL", help=model_help)
+    added["analyze"].add_argument(
+        "--save", metavar="FILE", help="write the scores (.safetensors) for prune --scores"
+    )
+    added["analyze"].add_argument(
+        "--force", action="store_true", help="replace the file of --save if it exists"
+    )
     _add_config_flags(added["analyze"], ANALYZE_FIELDS)
 
     added["prune"].add_argument("model", metavar="MODEL", help=model_help)
     added["prune"].add_argument("-o", "--out", required=True, metavar="OUT", help="folder to write")
+    added["prune"].add_argument(
+        "--scores",
+        metavar="FILE",
+        help="scores from analyze --save: no first sweep; calibration settings that are not given "
+        "are those of the scores",
+    )
     _add_config_flags(added["prune"])
     added["prune"].add_argument("--force", action="store_true", help="replace OUT if it exists")
     added["prune"].add_argument(

@@ -62,7 +62,10 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     from .calibration import resolve_window
     from .decoder import num_decoder_layers
     from .loading import load_config, load_model, load_tokenizer, locate
+    from .scores_file import check_scores_target
 
+    if args.save is not None:
+        check_scores_target(args.save, force=args.force)
     source = locate(args.model)
     model_config = load_config(source)
     num_decoder_layers(model_config)
@@ -70,6 +73,8 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     tokenizer = load_tokenizer(source)
     model = load_model(source, dtype=config.dtype, device=config.device)
     analysis = analyze(model, tokenizer, config)
+    if args.save is not None:
+        analysis.save(args.save, force=args.force)
     similarity, windows = analysis.similarity, analysis.windows.record()
     print(
         f"{args.model}: {similarity.num_layers} decoder layers, {windows['windows']} windows of "
@@ -90,28 +95,34 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     print("\n" + render_table(["remove", *names], rows))
     if analysis.recoverability is not None:
         print("\n" + heat_map(analysis.recoverability.error_after.tolist()))
+    if args.save is not None:
+        print(f"\nscores written to {args.save}")
     return {"model": args.model, **analysis.to_dict()}
 
 
 def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     """Prune a model and write the checkpoint."""
+    scores, given = None, settings
+    if args.scores is not None:
+        from .scores_file import load_scores
+
+        scores = load_scores(args.scores)
+        settings = scores.settings_with(given)
     config = PruneConfig(**settings)
-    _check_calibration(config)
+    if scores is None or "calibration" in given:
+        _check_calibration(config)
     _check_json_target(args.json)
     from .checkpoint import check_output, save_pruned
 
     out = check_output(args.out, force=args.force)
     _quiet_transformers()
+    from .budgets import check_reachable
     from .calibration import resolve_window
     from .decoder import pruned_config
+    from .dry_run import describe_run
     from .loading import GHOST_MODEL_TYPE, load_config, load_model, load_tokenizer, locate
-    from .pipeline import (
-        check_quantized,
-        is_quantized,
-        prune,
-        prune_without_weights,
-        resolve_plan,
-    )
+    from .pipeline import allowed_layers, prune, prune_without_weights, resolve_plan
+    from .quantized import check_quantized, is_quantized
 
     source = locate(args.model)
     check_output(out, force=args.force, source=source)
@@ -122,19 +133,26 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         )
     plan = resolve_plan(config, model_config)
     check_quantized(config, model_config)
+    check_reachable(config, model_config, allowed_layers(config, model_config))
     if plan is not None:
         pruned_config(model_config, plan)
     window = resolve_window(config.window, model_config)
     if args.dry_run:
         num_remove = config.num_remove if plan is None else len(plan.removed)
-        return _dry_run(config, model_config, window, num_remove)
+        text, value = describe_run(config, model_config, window, num_remove)
+        print(text)
+        return value
     tokenizer = load_tokenizer(source)
     if is_quantized(model_config) and plan is not None:
+        if scores is not None:
+            raise CheckpointError(
+                "--scores: with --layers nothing of a quantized model is measured. Leave it out."
+            )
         result = prune_without_weights(model_config, plan, config)
         result = replace(result, tokenizer=tokenizer)
     else:
         model = load_model(source, dtype=config.dtype, device=config.device)
-        result = prune(model, tokenizer, config)
+        result = prune(model, tokenizer, scores=scores, source=source, **given)
     for line in result.warnings:
         print(f"ghostlayers: warning: {line}", file=sys.stderr)
     save_pruned(result, out, source=source, dtype=config.dtype, force=args.force)
@@ -149,6 +167,7 @@ def _print_pruned(record: dict[str, Any], out: Path) -> None:
 
     if record["search"] is not None:
         print(search_table(record["search"]) + "\n")
+    print(f"budget: {record['budget']['reason']}")
     print(
         f"removed {len(record['removed'])} of {record['num_layers']} layers "
         f"({record['selector']}): {format_layers(record['removed'])}"
@@ -157,38 +176,6 @@ def _print_pruned(record: dict[str, Any], out: Path) -> None:
         print(boundary_table(record["boundaries"]))
     print(f"\nwritten to {out}. Load it:\n")
     print(load_snippet(str(out), has_operators=has_operators(record)))
-
-
-def _dry_run(
-    config: PruneConfig, model_config: Any, window: int, num_remove: int | None
-) -> dict[str, Any]:
-    from .decoder import num_decoder_layers, text_config
-    from .operators import FOLDING, NO_OPERATOR
-
-    depth, size = num_decoder_layers(model_config), text_config(model_config).hidden_size
-    moments = 0 if config.recover == NO_OPERATOR else 4 * size * size * 8
-    folding = config.recover in FOLDING
-    rows = [[name, str(value)] for name, value in config.to_dict().items()]
-    rows += [
-        ["window (resolved)", str(window)],
-        ["decoder layers", str(depth)],
-        ["hidden size", str(size)],
-        ["calibration tokens", str(config.num_windows * window)],
-        [
-            "moments per boundary",
-            "known once the model is loaded" if folding else f"{moments / 1e6:.1f} MB (float64)",
-        ],
-    ]
-    print(render_table(["setting", "value"], rows))
-    print("\ndry run: nothing was loaded or written")
-    return {
-        "config": config.to_dict(),
-        "window": window,
-        "num_layers": depth,
-        "num_remove": num_remove,
-        "moments_bytes_per_boundary": None if folding else moments,
-        "versions": versions(),
-    }
 
 
 def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
@@ -275,6 +262,7 @@ def run_info(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str, A
         ["source", str(source.get("model"))],
         ["removed", f"{format_layers(record['removed'])} of {record['num_layers']} layers"],
         ["kept", format_layers(record["kept"])],
+        ["budget", str((record.get("budget") or {}).get("reason"))],
         ["selector", record["selector"]],
         ["recovery", record["recover"]],
         ["dtype", str(record.get("dtype"))],

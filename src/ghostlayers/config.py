@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from .budget_values import budget_faults
 from .errors import GhostlayersError, unknown_name
 from .operators import operator_names
 from .selectors import AUTO, AUTO_MIN_WINDOWS, select_names
@@ -12,6 +13,8 @@ from .selectors import AUTO, AUTO_MIN_WINDOWS, select_names
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FITS = ("dense", "sequential")
 FOLD_MAPS = ("both", "mlp")
+# `max_ppl_ratio` measures on every fourth window.
+MIN_HELD_OUT_WINDOWS = 4
 
 
 def _option(default: Any, help_text: str, **metadata: Any) -> Any:
@@ -22,8 +25,9 @@ def _option(default: Any, help_text: str, **metadata: Any) -> Any:
 class PruneConfig:
     """Settings of one pruning run.
 
-    Exactly one of `num_remove` and `layers` decides what goes. Every field is also a command-line
-    flag of `ghostlayers prune` (underscores become dashes) and is stored in the checkpoint.
+    Exactly one of the budgets (the first six fields) decides how much goes. Every field is also a
+    command-line flag of `ghostlayers prune` (underscores become dashes) and is stored in the
+    checkpoint.
 
     Raises:
         GhostlayersError: At construction, with every fault in one message.
@@ -32,6 +36,24 @@ class PruneConfig:
     num_remove: int | None = _option(None, "number of layers to remove")
     layers: str | None = _option(
         None, "remove exactly these layers, e.g. 12-18,21 (0-based, both ends included)"
+    )
+    sparsity: float | None = _option(
+        None, "remove the fewest layers that hold at least this share of decoder-layer parameters"
+    )
+    target_params: int | str | None = _option(
+        None,
+        "remove the fewest layers that leave at most so many parameters, embeddings and operators "
+        "included, e.g. 6.5B (K, M, B, T)",
+    )
+    target_bytes: int | str | None = _option(
+        None,
+        "remove the fewest layers that leave at most so many bytes of weight files, e.g. 4GB or "
+        "4GiB",
+    )
+    max_ppl_ratio: float | None = _option(
+        None,
+        "remove the most layers that leave the repaired model's held-out perplexity within this "
+        "multiple of the dense model's, found by bisection, e.g. 1.3",
     )
     select: str = _option("lorp", "which layers go", choices=select_names)
     recover: str = _option("ghost-robust", "how each boundary is repaired", choices=operator_names)
@@ -76,10 +98,7 @@ class PruneConfig:
     seed: int = _option(0, "seed of clustering and of sampled calibration text")
 
     def __post_init__(self) -> None:
-        faults = []
-        if (self.num_remove is None) == (self.layers is None):
-            both = "both are" if self.layers is not None else "neither is"
-            faults.append(f"give exactly one of `num_remove` and `layers` ({both} given)")
+        faults = budget_faults(self)
         for name in ("num_windows", "batch_size"):
             if getattr(self, name) < 1:
                 faults.append(f"`{name}` is {getattr(self, name)}; allowed: 1 or more")
@@ -87,6 +106,11 @@ class PruneConfig:
             faults.append(
                 f"`num_windows` is {self.num_windows}; `select` auto needs {AUTO_MIN_WINDOWS} or "
                 "more, to hold some out"
+            )
+        if self.max_ppl_ratio is not None and self.num_windows < MIN_HELD_OUT_WINDOWS:
+            faults.append(
+                f"`num_windows` is {self.num_windows}; `max_ppl_ratio` needs "
+                f"{MIN_HELD_OUT_WINDOWS} or more, to hold some out"
             )
         for name in ("protect_first", "protect_last", "seed"):
             if getattr(self, name) < 0:

@@ -45,6 +45,7 @@ def model_card(record: dict[str, Any]) -> str:
         "",
         f"- Removed layers (0-based, dense model): {format_layers(removed)}",
         f"- Kept layers: {format_layers(record['kept'])}",
+        *_budget_line(record),
         f"- Selector: `{record['selector']}`",
         f"- Recovery: `{record['recover']}`",
         *_calibration_line(record),
@@ -86,6 +87,11 @@ def _what_was_repaired(record: dict[str, Any]) -> list[str]:
             "",
         ]
     return lines
+
+
+def _budget_line(record: dict[str, Any]) -> list[str]:
+    budget = record.get("budget")
+    return [f"- Budget: `{budget['reason']}`"] if budget else []
 
 
 def _calibration_line(record: dict[str, Any]) -> list[str]:

@@ -14,21 +14,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .boundary_record import boundary_entries
+from .budget_choice import choose_for_budget
+from .budgets import budget_record, size_budget
 from .calibration import Windows, resolve_window, sampled_windows, text_windows
 from .config import PruneConfig
 from .decoder import num_decoder_layers, remove_layers_, text_config
-from .errors import CalibrationError, UnsupportedModelError
+from .errors import CalibrationError, PlanError
 from .layer_fields import protected_layers
 from .model_checks import check_attachable, check_cache, check_causal, check_reloadable
+from .model_sizes import structure
 from .operators import ATTACHING, NO_OPERATOR, OperatorFit
 from .plan import Boundary, PruningPlan, check_num_remove, parse_layers, removable_layers
+from .quantized import check_quantized
 from .records import FORMAT_VERSION, versions
 from .recovery import Recovery, prepare_recovery, recover_
-from .selection import Selection, choose_layers
+from .scores import CALIBRATION_SETTINGS, Scores, windows_of_run
+from .selection import Selection
 from .steps import cut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .loading import ModelSource
 
 
 @dataclass(frozen=True)
@@ -58,12 +65,18 @@ class PruneResult:
 
 def calibration_windows(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     config: PruneConfig,
     *,
     progress: bool = True,
 ) -> Windows:
-    """Make the calibration windows that a configuration asks for."""
+    """Make the calibration windows that a configuration asks for.
+
+    Raises:
+        CalibrationError: If there is no tokenizer or no text.
+    """
+    if tokenizer is None:
+        raise CalibrationError("`tokenizer` is None. Give the model's tokenizer or `windows`.")
     window = resolve_window(config.window, model.config)
     if config.calibration == "self":
         return sampled_windows(
@@ -103,36 +116,15 @@ def resolve_plan(config: PruneConfig, model_config: Any) -> PruningPlan | None:
     depth = num_decoder_layers(model_config)
     if config.layers is not None:
         return PruningPlan(depth, parse_layers(config.layers, depth))
-    check_num_remove(int(config.num_remove or 0), depth, allowed_layers(config, model_config))
+    allowed = allowed_layers(config, model_config)
+    if config.num_remove is not None:
+        check_num_remove(config.num_remove, depth, allowed)
+    elif not allowed or depth < 2:
+        raise PlanError(
+            f"none of the {depth} layers may be removed. Protect fewer layers, or name the layers "
+            "with `layers`."
+        )
     return None
-
-
-def is_quantized(config: Any) -> bool:
-    """Say whether a config describes low-bit weights."""
-    return getattr(config, "quantization_config", None) is not None
-
-
-def check_quantized(config: PruneConfig, model_config: Any) -> None:
-    """Refuse what would need a low-bit weight to be written, or a map beside one.
-
-    Raises:
-        UnsupportedModelError: If operators are asked for on a quantized model.
-    """
-    if not is_quantized(model_config):
-        return
-    settings = model_config.quantization_config
-    method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
-    if config.dtype != "auto":
-        raise UnsupportedModelError(
-            f"the model is quantized ({method}) and `dtype` is {config.dtype!r}: its tensors are "
-            "only copied as they are. Use `dtype` auto."
-        )
-    if config.recover != NO_OPERATOR:
-        raise UnsupportedModelError(
-            f"the model is quantized ({method}) and `recover` is {config.recover!r}: a reload "
-            "would quantize the operators as well. Prune the unquantized model, or use `recover` "
-            "none."
-        )
 
 
 def prune_without_weights(model_config: Any, plan: PruningPlan, config: PruneConfig) -> PruneResult:
@@ -150,7 +142,9 @@ def prune_without_weights(model_config: Any, plan: PruningPlan, config: PruneCon
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config)
     remove_layers_(model, plan.removed)
-    return PruneResult(model, plan, {}, _record(config, Selection(plan), Recovery(), None))
+    spent = budget_record(config, plan, structure(model_config), model)
+    record = _record(config, Selection(plan), Recovery(), None, spent)
+    return PruneResult(model, plan, {}, record)
 
 
 def prune(
@@ -159,6 +153,8 @@ def prune(
     config: PruneConfig | None = None,
     *,
     windows: Windows | torch.Tensor | None = None,
+    scores: Scores | None = None,
+    source: ModelSource | None = None,
     progress: bool = True,
     **settings: Any,
 ) -> PruneResult:
@@ -169,6 +165,10 @@ def prune(
         tokenizer: Its tokenizer; needed unless `windows` are given.
         config: Settings; or give them as keyword arguments of `PruneConfig`.
         windows: Calibration windows, (n, T) int64 ids; None makes those the settings ask for.
+        scores: From `load_scores`: no first sweep is run. Keyword settings that are not given are
+            those of the scores, the windows too; a `config` gives all of them.
+        source: Where the weights lie that will be copied: `target_bytes` counts them as stored.
+            None counts the bytes in memory.
         progress: Show progress bars when standard error is a terminal.
         **settings: Fields of `PruneConfig`, such as ``num_remove=7, select="streamline"``.
 
@@ -178,50 +178,74 @@ def prune(
     Raises:
         PlanError: If the layers cannot be removed.
         UnsupportedModelError: If the model is no decoder-only LM with one list of layers.
-        CalibrationError: If there is no text, or a hidden state is not finite.
+        CalibrationError: If there is no text, a hidden state is not finite, or the scores are of
+            other windows.
+        CheckpointError: If the scores are of another model.
 
     Example:
         >>> import ghostlayers as gl                                             # doctest: +SKIP
         >>> result = gl.prune(model, tokenizer, num_remove=7, calibration="c4")  # doctest: +SKIP
         >>> gl.save_pruned(result, "out")                                        # doctest: +SKIP
     """
-    config = config or PruneConfig(**settings)
+    stored = config is None and not any(name in settings for name in CALIBRATION_SETTINGS)
+    if config is None:
+        config = PruneConfig(**(settings if scores is None else scores.settings_with(settings)))
     plan = resolve_plan(config, model.config)
+    _check_model(model, config, scores)
+    budget = size_budget(config, model, text_config(model.config).hidden_size, source=source)
+    if budget is not None:
+        budget.fewest(allowed_layers(config, model.config))
+    chosen, pruned, folds = None, None, None
+    if plan is not None:
+        massive = None if scores is None else scores.measured.massive
+        chosen, pruned = Selection(plan, massive=massive), cut(model, plan)
+        folds = prepare_recovery(model, plan, config)
+    if isinstance(windows, torch.Tensor):
+        windows = Windows(windows, "windows given in", bos_per_window=False)
+    if windows is not None or plan is None or config.recover != NO_OPERATOR:
+
+        def made() -> Windows:
+            return calibration_windows(model, tokenizer, config, progress=progress)
+
+        windows = windows_of_run(config, model.config, windows, scores, stored=stored, made=made)
+    ids = torch.empty(0, 0, dtype=torch.long) if windows is None else windows.ids
+    found = None
+    if chosen is None or pruned is None:
+        measured = None if scores is None else scores.measured
+        allowed = allowed_layers(config, model.config)
+        chosen, found = choose_for_budget(
+            model, ids, config, allowed=allowed, measured=measured, budget=budget, progress=progress
+        )
+        pruned = cut(model, chosen.plan) if found is None else found.pruned
+    plan = chosen.plan
+    if found is not None:
+        recovery = found.recovery
+    else:
+        recovery = recover_(
+            pruned, model, plan, config, ids, chosen.massive, folds=folds, progress=progress
+        )
+    probes = () if found is None else found.probes
+    spent = budget_record(config, plan, model, pruned, budget=budget, probes=probes)
+    return PruneResult(
+        model=pruned,
+        plan=plan,
+        fits=recovery.used,
+        record=_record(config, chosen, recovery, windows, spent, scores),
+        tokenizer=tokenizer,
+        warnings=recovery.warnings,
+        changed=recovery.changed,
+    )
+
+
+def _check_model(model: PreTrainedModel, config: PruneConfig, scores: Scores | None) -> None:
     check_quantized(config, model.config)
     check_reloadable(model)
     if config.recover in ATTACHING:
         check_attachable(model)
     check_causal(model)
     check_cache(model, what="the dense model")
-    chosen, pruned, folds = None, None, None
-    if plan is not None:
-        chosen, pruned = Selection(plan), cut(model, plan)
-        folds = prepare_recovery(model, plan, config)
-    if isinstance(windows, torch.Tensor):
-        windows = Windows(windows, "windows given in", bos_per_window=False)
-    if windows is None and (plan is None or config.recover != NO_OPERATOR):
-        if tokenizer is None:
-            raise CalibrationError("`tokenizer` is None. Give the model's tokenizer or `windows`.")
-        windows = calibration_windows(model, tokenizer, config, progress=progress)
-    ids = torch.empty(0, 0, dtype=torch.long) if windows is None else windows.ids
-    if chosen is None or pruned is None:
-        allowed = allowed_layers(config, model.config)
-        chosen = choose_layers(model, ids, config, allowed=allowed, progress=progress)
-        pruned = cut(model, chosen.plan)
-    plan, recovery = chosen.plan, Recovery()
-    if windows is not None:
-        recovery = recover_(
-            pruned, model, plan, config, ids, chosen.massive, folds=folds, progress=progress
-        )
-    return PruneResult(
-        model=pruned,
-        plan=plan,
-        fits=recovery.used,
-        record=_record(config, chosen, recovery, windows),
-        tokenizer=tokenizer,
-        warnings=recovery.warnings,
-        changed=recovery.changed,
-    )
+    if scores is not None:
+        scores.check_model(model)
 
 
 def _record(
@@ -229,6 +253,8 @@ def _record(
     chosen: Selection,
     recovery: Recovery,
     windows: Windows | None,
+    budget: dict[str, Any],
+    scores: Scores | None = None,
 ) -> dict[str, Any]:
     plan, verdict = chosen.plan, recovery.verdict
     return {
@@ -240,6 +266,8 @@ def _record(
         "selector": "layers" if config.layers is not None else config.select,
         "recover": config.recover,
         "guard": None if verdict is None else verdict.record,
+        "budget": budget,
+        "scores": None if scores is None else scores.record(),
         "rls": None if chosen.similarity is None else chosen.similarity.rls,
         "search": chosen.search,
         "calibration": None if windows is None else windows.record(),

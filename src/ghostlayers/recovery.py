@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .config import PruneConfig
+    from .suffix import SuffixScorer
 
 Ladder = tuple[OperatorFit, ...]
 
@@ -88,6 +89,7 @@ def recover_(
     massive: torch.Tensor | None = None,
     *,
     folds: FoldPlan | None = None,
+    scorer: SuffixScorer | None = None,
     progress: bool = True,
 ) -> Recovery:
     """Repair a pruned model in place.
@@ -100,6 +102,7 @@ def recover_(
         ids: (n, T) calibration windows.
         massive: (n·T,) bool from `NormAccumulator`, if a sweep measured the norms already.
         folds: From `prepare_recovery`, if that was called already.
+        scorer: From `guard_scorer`, if several plans are judged on the same windows.
         progress: Show progress bars when standard error is a terminal.
 
     Returns:
@@ -119,7 +122,14 @@ def recover_(
     verdict = None
     if config.recover in GUARDED:
         verdict = judge_repairs(
-            model, pruned, plan, ladders, ids, batch_size=config.batch_size, progress=progress
+            model,
+            pruned,
+            plan,
+            ladders,
+            ids,
+            batch_size=config.batch_size,
+            scorer=scorer,
+            progress=progress,
         )
     recovery = Recovery(ladders, verdict, notes=folds.warnings)
     return replace(recovery, changed=apply_repairs_(pruned, plan, recovery.used))
@@ -159,9 +169,10 @@ class _Fitter:
         return found
 
     def _tests(self, repairs: Mapping[Boundary, OperatorFit]) -> bool:
-        """Whether the guard will test what is fitted behind these repairs."""
-        guarded = self.config.recover in GUARDED and len(self.ids) >= MIN_WINDOWS
-        return bool(repairs) and guarded and all(map(is_tested, repairs.values()))
+        """Whether what is fitted behind these repairs will be tested on held-out windows."""
+        tested = self.config.recover in GUARDED or self.config.max_ppl_ratio is not None
+        tested = tested and len(self.ids) >= MIN_WINDOWS
+        return bool(repairs) and tested and all(map(is_tested, repairs.values()))
 
     def _runs(self, boundary: Boundary, repairs: Mapping[Boundary, OperatorFit]) -> BoundaryRuns:
         student = None

@@ -40,21 +40,55 @@ class Selection:
     search: dict[str, Any] | None = None
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What the first sweep gives.
+
+    Attributes:
+        similarity: Of the dense model.
+        massive: (N,) bool, the massive tokens in the order of the sweep, if they were looked for.
+    """
+
+    similarity: Similarity
+    massive: torch.Tensor | None = None
+
+
+def wants_massive(config: PruneConfig) -> bool:
+    """Say whether a run asks for the massive tokens."""
+    return config.recover in ROBUST or (config.select == AUTO and needs_massive(config))
+
+
+def measure(
+    model: PreTrainedModel, ids: torch.Tensor, config: PruneConfig, *, progress: bool = True
+) -> Measured:
+    """Run the first sweep.
+
+    Raises:
+        CalibrationError: If a state is not finite.
+    """
+    norms = [NormAccumulator(len(decoder_layers(model)))] if wants_massive(config) else []
+    batches = batches_of(ids, config.batch_size)
+    similarity = measure_similarity(model, batches, also=norms, progress=progress)
+    return Measured(similarity, norms[0].massive() if norms else None)
+
+
 def choose_layers(
     model: PreTrainedModel,
     ids: torch.Tensor,
     config: PruneConfig,
     *,
     allowed: Sequence[int],
+    measured: Measured | None = None,
     progress: bool = True,
 ) -> Selection:
-    """Run the first sweep and choose the layers to remove.
+    """Choose the layers to remove, after the first sweep.
 
     Args:
         model: The dense model.
         ids: (n, T) int64 calibration windows.
-        config: Settings.
+        config: Settings; `num_remove` says how many go.
         allowed: Layers that may go.
+        measured: From `measure`, or from a file; None runs the first sweep.
         progress: Show progress bars when standard error is a terminal.
 
     Returns:
@@ -64,14 +98,11 @@ def choose_layers(
         PlanError: If the selector has no answer for this budget.
         CalibrationError: If there are too few windows for a search, or a state is not finite.
     """
-    auto = config.select == AUTO
-    marks = config.recover in ROBUST or (auto and needs_massive(config))
-    batches = batches_of(ids, config.batch_size)
-    depth, budget = len(decoder_layers(model)), int(config.num_remove or 0)
-    norms = [NormAccumulator(depth)] if marks else []
-    similarity = measure_similarity(model, batches, also=norms, progress=progress)
-    massive = norms[0].massive() if norms else None
-    if not auto:
+    if measured is None:
+        measured = measure(model, ids, config, progress=progress)
+    similarity, budget = measured.similarity, int(config.num_remove or 0)
+    massive = measured.massive if wants_massive(config) else None
+    if config.select != AUTO:
         plan = select_layers(
             similarity,
             selector=config.select,
