@@ -86,6 +86,8 @@ class FinetuneConfig:
         for name in ("epochs", "learning_rate", "max_grad_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 faults.append(f"`{name}` is {getattr(self, name)}; allowed: a positive number")
+        if self.learning_rate > 1:
+            faults.append(f"`learning_rate` is {self.learning_rate}; allowed: up to 1")
         if not 0 <= self.warmup < 1:
             faults.append(f"`warmup` is {self.warmup}; allowed: 0 or more, below 1")
         for item in fields(self):

@@ -53,8 +53,8 @@ class Progress:
         """Add a measurement."""
         if not math.isfinite(held_out_kl):
             raise GhostlayersError(
-                f"the held-out divergence is {held_out_kl} after step {self.step}. Lower "
-                "`learning_rate`, or use `mixed_precision` no."
+                f"the held-out divergence is {held_out_kl} after step {self.step}: check "
+                "the weights, lower `learning_rate`, or use `mixed_precision` no."
             )
         row = {"step": self.step, "train_kl": train_kl, "held_out_kl": held_out_kl}
         self.history.append(row)
