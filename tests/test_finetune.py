@@ -175,6 +175,40 @@ def test_held_out_windows_are_never_trained_on(pair):
     assert one.history[-1]["held_out_kl"] != two.history[-1]["held_out_kl"]
 
 
+def test_is_adamw_with_warm_up_cosine_clipping_and_accumulation(pair):
+    teacher, student = pair
+    steps, warm, peak, decay = 5, 2, 3e-3, 0.1
+    settings = {"steps": steps, "warmup": warm / steps, "weight_decay": decay, "eval_every": 5}
+    settings |= {"learning_rate": peak, "max_grad_norm": 0.01}
+    found = [
+        gl.finetune(student, teacher, IDS, batch_size=batch, accumulation=4 // batch, **settings)
+        for batch in (4, 1)
+    ]
+    expected = copy.deepcopy(student)
+    weight = operators(expected)[0].map.weight
+    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    order = window_order([i for i in range(16) if i % 4 != 3], 4 * steps, seed=0)
+    for step in range(steps):
+        ids = IDS[order[4 * step : 4 * step + 4]]
+        p, ids_k = logits(teacher, ids).softmax(-1).topk(50)
+        q = expected(input_ids=ids).logits.softmax(-1).gather(-1, ids_k)
+        p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], dim=-1) for x in (p, q))
+        gradient = torch.autograd.grad((p * (p / q).log()).sum(-1).mean(), weight)[0]
+        gradient *= min(1.0, 0.01 / float(gradient.norm()))
+        assert gradient.norm() == pytest.approx(0.01, rel=1e-4)
+        rate = peak * step / warm
+        if step >= warm:
+            rate = peak * 0.5 * (1 + np.cos(np.pi * (step - warm) / (steps - warm)))
+        first = 0.9 * first + 0.1 * gradient
+        second = 0.999 * second + 0.001 * gradient.square()
+        mean, square = first / (1 - 0.9 ** (step + 1)), second / (1 - 0.999 ** (step + 1))
+        with torch.no_grad():
+            weight -= rate * (decay * weight + mean / (square.sqrt() + 1e-8))
+    for result in found:
+        assert result.record["best_step"] == steps
+        torch.testing.assert_close(operators(result.model)[0].map.weight, weight, atol=2e-4, rtol=0)
+
+
 # Going on.
 
 
@@ -349,7 +383,9 @@ def test_refusals(pair):
     teacher, student = pair
     with pytest.raises(gl.CalibrationError, match="hold out"):
         gl.finetune(student, teacher, IDS[:1], **FAST)
-    with pytest.raises(gl.UnsupportedModelError, match="vocabulary has 300 tokens, the model's 256"):
+    with pytest.raises(
+        gl.UnsupportedModelError, match="vocabulary has 300 tokens, the model's 256"
+    ):
         gl.finetune(student, tiny_model("llama", DEPTH, vocab_size=300), IDS, **FAST)
     with pytest.raises(gl.GhostlayersError, match="`top_k` is 257; allowed: 1 to 256"):
         gl.finetune(student, teacher, IDS, top_k=257, **FAST)

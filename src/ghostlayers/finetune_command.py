@@ -56,8 +56,11 @@ def run_finetune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str
     from .finetuned_checkpoint import save_finetuned
 
     work.mkdir(parents=True, exist_ok=True)
-    result = finetune(student.model, cache, windows, config, work=work, on_row=_print_row)
-    if not PartialState().is_main_process:
+    is_main = PartialState().is_main_process
+    on_row = _print_row if is_main else None
+    result = finetune(student.model, cache, windows, config, work=work, on_row=on_row)
+    if not is_main:
+        args.json = None
         return {}
     save_finetuned(result, student, out, source=source, teacher=args.teacher, force=args.force)
     _print_result(result, out)
@@ -70,7 +73,8 @@ def _check_teacher(record: dict[str, Any], own: Any, other: Any, name: str) -> N
     from .decoder import num_decoder_layers, text_config
     from .distillation import check_vocabulary
 
-    check_vocabulary(text_config(own).vocab_size, text_config(other).vocab_size)
+    sizes = [getattr(text_config(config), "vocab_size", 0) for config in (own, other)]
+    check_vocabulary(*sizes)
     depth = num_decoder_layers(other)
     if depth != record["num_layers"]:
         print(

@@ -77,12 +77,12 @@ def accelerator_for(device: torch.device, config: FinetuneConfig, precision: str
         mixed_precision=precision,
         gradient_accumulation_steps=config.accumulation,
     )
+    alone = accelerator.num_processes == 1
     try:
         yield accelerator
     finally:
-        accelerator.free_memory()
         if is_ours:
-            AcceleratorState._reset_state(reset_partial_state=accelerator.num_processes == 1)
+            AcceleratorState._reset_state(reset_partial_state=alone)
 
 
 def resolve_precision(config: FinetuneConfig, device: torch.device) -> str:
