@@ -175,6 +175,21 @@ def test_sampled_text_is_the_teachers(made, run, work, tmp_path):
     assert (record["calibration"]["source"], record["calibration"]["sampler_seed"]) == ("self", 3)
 
 
+def test_from_python_without_the_source(made, work, tmp_path):
+    checkpoint, ids = gl.load_pruned(made / "ghost"), random_ids(8, 24, seed=2)
+    settings = {"steps": 4, "eval_every": 2, "learning_rate": 1e-2}
+    result = gl.finetune(checkpoint.model, reload(work / "m"), ids, **settings)
+    assert result.changed == {OPERATOR} and result.model is not checkpoint.model
+    out = gl.save_finetuned(result, checkpoint, tmp_path / "out", teacher="dense")
+    assert differing(weights(made / "ghost"), weights(out)) == {OPERATOR}
+    loaded = gl.load_pruned(out)
+    assert torch.equal(logits(loaded.model, ids), logits(result.model, ids))
+    assert loaded.record["finetune"]["teacher_model"] == "dense"
+    assert loaded.record["source"] == checkpoint.record["source"]
+    with pytest.raises(gl.CheckpointError, match="exists"):
+        gl.save_finetuned(result, checkpoint, out)
+
+
 # What is refused.
 
 
