@@ -183,7 +183,7 @@ def test_wrong_plans_are_refused_from_the_config_alone(work, refuse, tmp_path, f
     assert message in refuse(tmp_path, "prune", tmp_path / "m", "-o", tmp_path / "x", *flags)
 
 
-@pytest.mark.parametrize("verb", ["analyze", "prune", "eval", "info", None])
+@pytest.mark.parametrize("verb", ["analyze", "prune", "finetune", "eval", "info", None])
 def test_help_imports_nothing_heavy(verb):
     _without_torch([*([verb] if verb else []), "--help"], "usage: ghostlayers")
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .checkpoint import PrunedCheckpoint, load_pruned, save_pruned
     from .config import PruneConfig
     from .decoder import remove_layers_, share_tensors
+    from .distillation import FinetuneResult, finetune
     from .errors import (
         CalibrationError,
         CheckpointError,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .evaluation import PerplexityResult, perplexity
+    from .finetune_config import FinetuneConfig
+    from .finetuned_checkpoint import save_finetuned
     from .moments import BoundaryMoments, SplitMoments
     from .operators import OperatorFit
     from .pipeline import PruneResult, prune
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
         measure_similarity,
         select_layers,
     )
+    from .teacher_logits import TeacherLogits, cache_teacher
 
 __version__ = "0.1.0"
 
@@ -53,6 +57,8 @@ _EXPORTS = {
     "BoundaryMoments": "moments",
     "CalibrationError": "errors",
     "CheckpointError": "errors",
+    "FinetuneConfig": "finetune_config",
+    "FinetuneResult": "distillation",
     "GhostlayersError": "errors",
     "OperatorFit": "operators",
     "PerplexityResult": "evaluation",
@@ -66,11 +72,14 @@ _EXPORTS = {
     "Similarity": "similarity",
     "SplitMoments": "moments",
     "UnsupportedModelError": "errors",
+    "TeacherLogits": "teacher_logits",
     "Windows": "calibration",
     "analyze": "analysis",
     "attach_operators_": "steps",
+    "cache_teacher": "teacher_logits",
     "collect_moments": "steps",
     "find_massive_tokens": "steps",
+    "finetune": "distillation",
     "fit_operator": "steps",
     "fit_sink_rules": "steps",
     "load_pruned": "checkpoint",
@@ -80,6 +89,7 @@ _EXPORTS = {
     "prune": "pipeline",
     "remove_layers_": "decoder",
     "sampled_windows": "calibration",
+    "save_finetuned": "finetuned_checkpoint",
     "save_pruned": "checkpoint",
     "select_layers": "steps",
     "share_tensors": "decoder",

@@ -152,11 +152,14 @@ def save_pruned(
             copy_generation_config(source, folder)
         if result.tokenizer is not None:
             result.tokenizer.save_pretrained(folder)
+        origin = source and {
+            "model": source.name,
+            "gguf": source.gguf,
+            "revision": source.revision,
+        }
         record = {
             **result.record,
-            "source": None
-            if source is None
-            else {"model": source.name, "gguf": source.gguf, "revision": source.revision},
+            "source": result.record.get("source", origin),  # a pruned source names the dense one
             "dtype": str(result.model.dtype).removeprefix("torch."),
         }
         write_json(folder / RECORD_FILE, record)

@@ -1,4 +1,4 @@
-"""The command line: `ghostlayers analyze | prune | eval | info`."""
+"""The command line: `ghostlayers analyze | prune | finetune | eval | info`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from typing import Any, NoReturn
 from . import __version__
 from .config import PruneConfig
 from .errors import GhostlayersError
+from .finetune_config import FinetuneConfig
 from .requirements import needing_transformers
 
 VERBS = {
     "analyze": "measure a model and say what each selector would remove; changes nothing",
     "prune": "remove layers, repair the model, write a checkpoint",
+    "finetune": "distil the dense model into a pruned checkpoint and write another one",
     "eval": "perplexity of one or more models in one table",
     "info": "say what was removed from a checkpoint and how it was repaired",
 }
@@ -27,6 +29,7 @@ EXAMPLES = """examples:
   ghostlayers prune org/model -o pruned --num-remove 7 --calibration c4
   ghostlayers prune org/model -o pruned --sparsity 0.2 --scores scores.safetensors
   ghostlayers prune ./model.gguf -o pruned --layers 12-18,21 --calibration notes.txt
+  ghostlayers finetune pruned --teacher org/model -o tuned --calibration c4
   ghostlayers eval org/model pruned --perplexity wikitext2
   ghostlayers info pruned
 """
@@ -52,8 +55,12 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"ghostlayers: error: {message}. See: {self.prog} --help\n")
 
 
-def _add_config_flags(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
-    for item in fields(PruneConfig):
+def _add_config_flags(
+    parser: argparse.ArgumentParser,
+    names: Sequence[str] | None = None,
+    config: type[PruneConfig] | type[FinetuneConfig] = PruneConfig,
+) -> None:
+    for item in fields(config):
         if names is not None and item.name not in names:
             continue
         text = item.metadata["help"]
@@ -114,6 +121,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="check and print the settings; load no weights"
     )
 
+    _add_finetune(added["finetune"], model_help)
+
     added["eval"].add_argument("paths", nargs="+", metavar="PATH", help=model_help)
     added["eval"].add_argument(
         "--perplexity",
@@ -129,6 +138,26 @@ def build_parser() -> argparse.ArgumentParser:
 
     added["info"].add_argument("path", metavar="PATH", help="a checkpoint written by prune")
     return parser
+
+
+def _add_finetune(parser: argparse.ArgumentParser, model_help: str) -> None:
+    parser.add_argument("path", metavar="PATH", help="a checkpoint written by prune")
+    parser.add_argument(
+        "--teacher", required=True, metavar="MODEL", help=f"the dense model: {model_help}"
+    )
+    parser.add_argument("-o", "--out", required=True, metavar="OUT", help="folder to write")
+    _add_config_flags(parser, config=FinetuneConfig)
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument(
+        "--cache",
+        metavar="DIR",
+        help="folder for the teacher's logits, which stay there (default: in a work folder beside "
+        "OUT, .OUT.finetune, that holds the state of an interrupted run as well and goes when OUT "
+        "is written)",
+    )
+    parser.add_argument(
+        "--keep-cache", action="store_true", help="keep the teacher's logits in the work folder"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,10 +185,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from . import commands
+    from .finetune_command import run_finetune
 
     settings: dict[str, Any] = {
         item.name: getattr(args, item.name)
-        for item in fields(PruneConfig)
+        for item in fields(FinetuneConfig if args.verb == "finetune" else PruneConfig)
         if hasattr(args, item.name)
     }
     with warnings.catch_warnings():
@@ -168,6 +198,7 @@ def _run(args: argparse.Namespace) -> int:
         run = {
             "analyze": commands.run_analyze,
             "prune": commands.run_prune,
+            "finetune": run_finetune,
             "eval": commands.run_eval,
             "info": commands.run_info,
         }[args.verb]

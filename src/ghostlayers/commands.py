@@ -15,6 +15,7 @@ from typing import Any
 
 from .config import PruneConfig
 from .errors import CalibrationError, CheckpointError
+from .finetune_command import finetune_rows
 from .plan import format_layers
 from .records import has_operators, plain, read_record, versions, write_json
 from .tables import bar, boundary_table, heat_map, render_table, search_table
@@ -266,6 +267,7 @@ def run_info(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str, A
         ["selector", record["selector"]],
         ["recovery", record["recover"]],
         ["dtype", str(record.get("dtype"))],
+        *finetune_rows(record),
         ["calibration", str(calibration.get("source"))],
         ["calibration tokens", str(calibration.get("tokens"))],
         ["calibration ids sha256", str(calibration.get("ids_sha256"))],

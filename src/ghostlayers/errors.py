@@ -15,7 +15,7 @@ class GhostlayersError(ValueError):
 
 
 class RequirementError(GhostlayersError, ImportError):
-    """Transformers is not installed, or not in a release that ghostlayers works with."""
+    """A package is not installed, or not in a release that ghostlayers works with."""
 
 
 class UnsupportedModelError(GhostlayersError):

@@ -41,7 +41,7 @@ def model_card(record: dict[str, Any]) -> str:
         "",
         f"{len(removed)} of {depth} decoder layers were removed from "
         f"{f'[{base}](https://huggingface.co/{base})' if is_hub_id else 'the dense model'} by "
-        "ghostlayers, without training.",
+        f"ghostlayers, {'then distilled' if 'finetune' in record else 'without training'}.",
         "",
         f"- Removed layers (0-based, dense model): {format_layers(removed)}",
         f"- Kept layers: {format_layers(record['kept'])}",
@@ -49,6 +49,7 @@ def model_card(record: dict[str, Any]) -> str:
         f"- Selector: `{record['selector']}`",
         f"- Recovery: `{record['recover']}`",
         *_calibration_line(record),
+        *_finetune_line(record),
         "",
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
@@ -101,6 +102,19 @@ def _calibration_line(record: dict[str, Any]) -> list[str]:
     return [
         f"- Calibration: `{windows['source']}`, {windows['windows']} windows of "
         f"{windows['window']} tokens"
+    ]
+
+
+def _finetune_line(record: dict[str, Any]) -> list[str]:
+    found = record.get("finetune")
+    if not found:
+        return []
+    what = "operators and adapters (merged)" if found["config"]["train"] == "lora" else "operators"
+    return [
+        f"- Distillation: {what}, {found['best_step']} steps on the top {found['teacher']['top_k']}"
+        f" logits of the dense model, `{found['calibration']['source']}`; held-out divergence "
+        f"{found['held_out_kl_before']:.4f} before, {found['held_out_kl_after']:.4f} after. "
+        "Errors below are those of the closed form that it started from."
     ]
 
 

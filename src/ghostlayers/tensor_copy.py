@@ -133,10 +133,12 @@ def plan_copy(result: PruneResult, source: ModelSource, dtype: str) -> list[Tens
                     copies.append(TensorCopy(new_name, size, file, name, cast))
     if changed:
         return None
+    copied = {copy.name for copy in copies}  # of a source that has operators already
     for name, tensor in state.items():
-        if ".ghost_input." in name or ".ghost_output." in name:
+        new_name = prefix + name.removeprefix(own)
+        if (".ghost_input." in name or ".ghost_output." in name) and new_name not in copied:
             size = tensor.numel() * tensor.element_size()
-            copies.append(TensorCopy(prefix + name.removeprefix(own), size, tensor=tensor))
+            copies.append(TensorCopy(new_name, size, tensor=tensor))
     return copies
 
 
