@@ -28,8 +28,8 @@ def made(work, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tune")
     text = ["--calibration", work / "t.txt", *SHORT, "--layers", "3-4"]
     for name, more in (
-        ("ghost", ["--ridge", 0.1]),
-        ("half", ["--ridge", 0.1, "--dtype", "bfloat16"]),
+        ("ghost", ["--recover", "ghost", "--ridge", 0.1]),
+        ("half", ["--recover", "ghost", "--ridge", 0.1, "--dtype", "bfloat16"]),
         ("stock", ["--recover", "none"]),
     ):
         args = ["prune", work / "m", "-o", folder / name, *text, *more]
