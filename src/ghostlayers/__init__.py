@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from .scores_file import load_scores
     from .selectors import SelectionContext
     from .similarity import Similarity
+    from .speed import measure_speed
+    from .speed_results import SpeedResult, SpeedSettings
     from .steps import (
         attach_operators_,
         collect_moments,
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
         measure_similarity,
         select_layers,
     )
+    from .task_scores import TaskResults, TaskScore
+    from .tasks import evaluate_tasks, load_tasks
     from .teacher_logits import TeacherLogits, cache_teacher
 
 __version__ = "0.1.0"
@@ -70,7 +74,11 @@ _EXPORTS = {
     "Scores": "scores",
     "SelectionContext": "selectors",
     "Similarity": "similarity",
+    "SpeedResult": "speed_results",
+    "SpeedSettings": "speed_results",
     "SplitMoments": "moments",
+    "TaskResults": "task_scores",
+    "TaskScore": "task_scores",
     "UnsupportedModelError": "errors",
     "TeacherLogits": "teacher_logits",
     "Windows": "calibration",
@@ -79,12 +87,15 @@ _EXPORTS = {
     "cache_teacher": "teacher_logits",
     "collect_moments": "steps",
     "find_massive_tokens": "steps",
+    "evaluate_tasks": "tasks",
     "finetune": "distillation",
     "fit_operator": "steps",
     "fit_sink_rules": "steps",
     "load_pruned": "checkpoint",
     "load_scores": "scores_file",
+    "load_tasks": "tasks",
     "measure_similarity": "steps",
+    "measure_speed": "speed",
     "perplexity": "evaluation",
     "prune": "pipeline",
     "remove_layers_": "decoder",

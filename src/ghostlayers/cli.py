@@ -21,7 +21,7 @@ VERBS = {
     "analyze": "measure a model and say what each selector would remove; changes nothing",
     "prune": "remove layers, repair the model, write a checkpoint",
     "finetune": "distil the dense model into a pruned checkpoint and write another one",
-    "eval": "perplexity of one or more models in one table",
+    "eval": "perplexity, task accuracy and speed of models, each beside the first one",
     "info": "say what was removed from a checkpoint and how it was repaired",
 }
 EXAMPLES = """examples:
@@ -31,6 +31,7 @@ EXAMPLES = """examples:
   ghostlayers prune ./model.gguf -o pruned --layers 12-18,21 --calibration notes.txt
   ghostlayers finetune pruned --teacher org/model -o tuned --calibration c4
   ghostlayers eval org/model pruned --perplexity wikitext2
+  ghostlayers eval org/model pruned --tasks paper --speed
   ghostlayers info pruned
 """
 ANALYZE_FIELDS = (
@@ -123,21 +124,47 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_finetune(added["finetune"], model_help)
 
-    added["eval"].add_argument("paths", nargs="+", metavar="PATH", help=model_help)
-    added["eval"].add_argument(
-        "--perplexity",
-        default="wikitext2",
-        metavar="SRC",
-        help="text to score; sources as for --calibration of prune (default: wikitext2)",
-    )
-    added["eval"].add_argument(
-        "--window", type=int, help="tokens per window (default: 2048, or ...)"
-    )
-    added["eval"].add_argument("--num-windows", type=int, help="windows scored (default: all)")
-    _add_config_flags(added["eval"], ("batch_size", "dtype", "device"))
+    _add_eval(added["eval"], model_help)
 
     added["info"].add_argument("path", metavar="PATH", help="a checkpoint written by prune")
     return parser
+
+
+def _add_eval(parser: argparse.ArgumentParser, model_help: str) -> None:
+    from .eval_command import SPEED_DEFAULTS
+
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help=f"{model_help}; the first is the baseline of the others",
+    )
+    parser.add_argument(
+        "--perplexity",
+        metavar="SRC",
+        help="text to score; sources as for --calibration of prune (default: wikitext2, unless "
+        "--tasks or --speed is given)",
+    )
+    parser.add_argument("--window", type=int, help="tokens per window (default: 2048, or ...)")
+    parser.add_argument("--num-windows", type=int, help="windows scored (default: all)")
+    parser.add_argument(
+        "--tasks",
+        metavar="NAMES",
+        help="tasks of lm-evaluation-harness, split by commas; 'paper': the nine of the papers",
+    )
+    parser.add_argument(
+        "--include-path", metavar="DIR", help="folder of further task files (.yaml)"
+    )
+    parser.add_argument("--limit", type=int, help="items per task (default: all)")
+    parser.add_argument("--num-fewshot", type=int, help="examples per item (default: the task's)")
+    parser.add_argument(
+        "--speed", action="store_true", help="time prefill and decode on random token ids"
+    )
+    for name, (default, text) in SPEED_DEFAULTS.items():
+        kind = str if isinstance(default, str) else int
+        flag = f"--speed-{name.replace('_', '-')}"
+        parser.add_argument(flag, type=kind, default=default, help=f"{text} (default: {default})")
+    _add_config_flags(parser, ("batch_size", "dtype", "device"))
 
 
 def _add_finetune(parser: argparse.ArgumentParser, model_help: str) -> None:
@@ -185,6 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from . import commands
+    from .eval_command import run_eval
     from .finetune_command import run_finetune
 
     settings: dict[str, Any] = {
@@ -199,7 +227,7 @@ def _run(args: argparse.Namespace) -> int:
             "analyze": commands.run_analyze,
             "prune": commands.run_prune,
             "finetune": run_finetune,
-            "eval": commands.run_eval,
+            "eval": run_eval,
             "info": commands.run_info,
         }[args.verb]
         with redirect_stdout(sys.stderr if args.json == "-" else sys.stdout):

@@ -8,16 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .config import PruneConfig
-from .errors import CalibrationError, CheckpointError
+from .errors import CheckpointError
 from .finetune_command import finetune_rows
 from .plan import format_layers
-from .records import has_operators, plain, read_record, versions, write_json
+from .records import has_operators, plain, read_record, write_json
 from .tables import bar, boundary_table, heat_map, render_table, search_table
 from .text_sources import check_source
 
@@ -179,77 +178,6 @@ def _print_pruned(record: dict[str, Any], out: Path) -> None:
     print(load_snippet(str(out), has_operators=has_operators(record)))
 
 
-def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
-    """Measure perplexity of several models on the same text."""
-    check_source(args.perplexity)
-    _check_json_target(args.json)
-    for name in ("window", "num_windows"):
-        value, least = getattr(args, name), 2 if name == "window" else 1
-        if value is not None and value < least:
-            raise CalibrationError(f"`{name}` is {value}. Allowed: {least} or more.")
-    own = {name: settings[name] for name in ("batch_size", "dtype", "device") if name in settings}
-    config = PruneConfig(num_remove=1, **own)
-    _quiet_transformers()
-    from .calibration import resolve_window
-    from .loading import load_config, locate
-
-    sources = [locate(path) for path in args.paths]
-    window = min(resolve_window(args.window, load_config(source)) for source in sources)
-    results = [_evaluate(source, args, config, window) for source in sources]
-    for result in results:
-        result["ratio"] = result["perplexity"] / results[0]["perplexity"]
-        if result["ids_sha256"] != results[0]["ids_sha256"]:
-            print(
-                f"ghostlayers: warning: {result['path']} scored other token ids than "
-                f"{results[0]['path']}: the two perplexities are not comparable",
-                file=sys.stderr,
-            )
-    _print_eval(results)
-    return {"results": results, "versions": versions()}
-
-
-def _evaluate(
-    source: Any, args: argparse.Namespace, config: PruneConfig, window: int
-) -> dict[str, Any]:
-    from .calibration import text_windows
-    from .evaluation import perplexity
-    from .loading import load_model, load_tokenizer
-    from .model_checks import check_causal
-
-    windows = text_windows(
-        load_tokenizer(source),
-        args.perplexity,
-        num_windows=args.num_windows,
-        window=window,
-        evaluation=True,
-    )
-    model = load_model(source, dtype=config.dtype, device=config.device)
-    check_causal(model)
-    result = perplexity(model, windows, batch_size=config.batch_size).to_dict()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {"path": source.name, **result, "parameters": parameters}
-
-
-def _print_eval(results: Sequence[dict[str, Any]]) -> None:
-    rows = [
-        [
-            result["path"],
-            f"{result['parameters'] / 1e6:.1f} M",
-            f"{result['perplexity']:.4f}",
-            f"{result['ratio']:.4f}",
-            result["dtype"],
-        ]
-        for result in results
-    ]
-    print(render_table(["model", "parameters", "perplexity", "ratio", "dtype"], rows))
-    first = results[0]
-    print(
-        f"\n{first['source']}: {first['windows']} windows of {first['window']} tokens, "
-        f"{'BOS in front of each' if first['bos_per_window'] else 'no BOS'}, {first['tokens']} "
-        f"tokens scored, ids sha256 {first['ids_sha256'][:12]}"
-    )
-
-
 def run_info(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str, Any]:
     """Print the record of a pruned checkpoint."""
     folder = Path(args.path).expanduser()
@@ -282,4 +210,4 @@ def run_info(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str, A
     return record
 
 
-__all__ = ["run_analyze", "run_eval", "run_info", "run_prune", "write_result"]
+__all__ = ["run_analyze", "run_info", "run_prune", "write_result"]

@@ -1,0 +1,193 @@
+"""`ghostlayers eval`: models beside the first of them, on the same text, tasks and lengths."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .config import PruneConfig
+from .errors import CalibrationError, GhostlayersError
+from .records import versions
+from .text_sources import check_source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .calibration import Windows
+    from .loading import ModelSource
+    from .speed_results import SpeedSettings
+    from .task_scores import TaskResults
+    from .tasks import LoadedTasks
+
+DEFAULT_TEXT = "wikitext2"
+# name: (default, help); the flags are --speed-NAME
+SPEED_DEFAULTS: dict[str, tuple[str | int, str]] = {
+    "batch_sizes": ("1,4", "sequences at once, split by commas"),
+    "lengths": ("64,256", "tokens of the prompt, split by commas"),
+    "new_tokens": (32, "tokens generated after each prompt"),
+    "repeats": (5, "timed runs of each"),
+    "warmup": (2, "runs before those, not timed"),
+}
+
+
+def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    """Measure what is asked for on every path; everything is checked before a model is loaded."""
+    from .commands import _check_json_target, _quiet_transformers
+
+    text = args.perplexity
+    if text is None and args.tasks is None and not args.speed:
+        text = DEFAULT_TEXT
+    if text is not None:
+        check_source(text)
+    _check_json_target(args.json)
+    _check_numbers(args)
+    own = {name: settings[name] for name in ("batch_size", "dtype", "device") if name in settings}
+    config = PruneConfig(num_remove=1, **own)
+    _quiet_transformers()
+    from .calibration import resolve_window
+    from .loading import load_config, locate
+
+    sources = [locate(path) for path in args.paths]
+    configs = [load_config(source) for source in sources]
+    window = min(resolve_window(args.window, each) for each in configs)
+    speed = _speed_settings(args, configs) if args.speed else None
+    tasks = _load_tasks(args) if args.tasks is not None else None
+    results: list[dict[str, Any]] = []
+    baseline: TaskResults | None = None
+    for source in sources:
+        windows = None if text is None else _windows(source, text, args.num_windows, window)
+        result, scores = _evaluate(source, config, windows, tasks, args.limit, speed)
+        if scores is not None:
+            baseline = baseline or scores
+            result["tasks"] = scores.to_dict(baseline)
+        results.append(result)
+    _compare(results)
+    _print_eval(results)
+    return {"results": results, "versions": versions()}
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    for name, least in (("window", 2), ("num_windows", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise CalibrationError(f"`{name}` is {value}. Allowed: {least} or more.")
+    if args.limit is not None and args.limit < 1:
+        raise GhostlayersError(f"`limit` is {args.limit}. Allowed: 1 or more.")
+    given = [
+        flag
+        for flag, value in (
+            ("--include-path", args.include_path),
+            ("--limit", args.limit),
+            ("--num-fewshot", args.num_fewshot),
+        )
+        if value is not None
+    ]
+    if given and args.tasks is None:
+        raise GhostlayersError(f"{given[0]} needs --tasks.")
+
+
+def _speed_settings(args: argparse.Namespace, configs: Sequence[Any]) -> SpeedSettings:
+    from .speed_results import SpeedSettings, check_lengths
+
+    settings = SpeedSettings.parse(
+        **{name: getattr(args, f"speed_{name}") for name in SPEED_DEFAULTS}
+    )
+    for each in configs:
+        check_lengths(settings, each)
+    return settings
+
+
+def _load_tasks(args: argparse.Namespace) -> LoadedTasks:
+    from .tasks import load_tasks
+
+    loaded = load_tasks(args.tasks, include_path=args.include_path, num_fewshot=args.num_fewshot)
+    for name, reason in loaded.not_run.items():
+        print(f"ghostlayers: warning: task {name} is not run: {reason}", file=sys.stderr)
+    return loaded
+
+
+def _windows(source: ModelSource, text: str, num_windows: int | None, window: int) -> Windows:
+    from .calibration import text_windows
+    from .loading import load_tokenizer
+
+    return text_windows(
+        load_tokenizer(source), text, num_windows=num_windows, window=window, evaluation=True
+    )
+
+
+def _evaluate(
+    source: ModelSource,
+    config: PruneConfig,
+    windows: Windows | None,
+    tasks: LoadedTasks | None,
+    limit: int | None,
+    speed: SpeedSettings | None,
+) -> tuple[dict[str, Any], TaskResults | None]:
+    """Load one model and measure it; it is gone when this returns."""
+    from .evaluation import perplexity
+    from .loading import load_model, load_tokenizer
+    from .model_checks import check_causal
+
+    model = load_model(source, dtype=config.dtype, device=config.device)
+    check_causal(model)
+    result: dict[str, Any] = {"path": source.name}
+    if windows is not None:
+        result |= perplexity(model, windows, batch_size=config.batch_size).to_dict()
+    result["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    result["dtype"] = str(model.dtype).removeprefix("torch.")
+    scores = None
+    if tasks is not None:
+        scores = _task_scores(model, load_tokenizer(source), tasks, limit, config.batch_size)
+    if speed is not None:
+        from .speed import measure_speed
+
+        result["speed"] = measure_speed(model, speed).to_dict()
+    return result, scores
+
+
+def _task_scores(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: LoadedTasks,
+    limit: int | None,
+    batch_size: int,
+) -> TaskResults:
+    from .tasks import evaluate_tasks
+
+    return evaluate_tasks(model, tokenizer, tasks, limit=limit, batch_size=batch_size)
+
+
+def _compare(results: Sequence[dict[str, Any]]) -> None:
+    """Put each result beside the first."""
+    from .speed_results import compare_speed
+
+    first = results[0]
+    for result in results:
+        if "perplexity" in result:
+            result["ratio"] = result["perplexity"] / first["perplexity"]
+            if result["ids_sha256"] != first["ids_sha256"]:
+                print(
+                    f"ghostlayers: warning: {result['path']} scored other token ids than "
+                    f"{first['path']}: the two perplexities are not comparable",
+                    file=sys.stderr,
+                )
+        if "speed" in result:
+            compare_speed(result["speed"], first["speed"])
+
+
+def _print_eval(results: Sequence[dict[str, Any]]) -> None:
+    from .eval_tables import perplexity_table, speed_table, task_table
+
+    parts = []
+    if "perplexity" in results[0]:
+        parts.append(perplexity_table(results))
+    if "tasks" in results[0]:
+        parts.append(task_table(results))
+    if "speed" in results[0]:
+        parts.append(speed_table(results))
+    print("\n\n".join(parts))
+
+
+__all__ = ["SPEED_DEFAULTS", "run_eval"]
