@@ -21,7 +21,7 @@ from tqdm.auto import trange
 from .decoder import decoder_layers, input_device, input_embeddings, text_config
 from .errors import CalibrationError
 from .sweep import capture, check_finite
-from .text_sources import read_text
+from .text_sources import HubText, parse_source, read_table, read_text
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -112,7 +112,8 @@ def text_windows(
         source: A text source; see `text_sources.read_text`.
         num_windows: Windows wanted; None takes every full window.
         window: Tokens per window, BOS included.
-        evaluation: Take the evaluation split of a short name such as `c4`.
+        evaluation: Take the evaluation split of a short name such as `c4`, and its protocol: that
+            of `c4` takes windows from single documents, 256 if `num_windows` is None.
 
     Returns:
         The windows. Fewer than asked for give a warning that says how many there are.
@@ -121,6 +122,9 @@ def text_windows(
         CalibrationError: If the text is missing, empty, or shorter than one window.
     """
     bos = adds_bos(tokenizer)
+    parsed = parse_source(source, evaluation=evaluation)
+    if isinstance(parsed, HubText) and parsed.data_file is not None:
+        return _windows_of_documents(tokenizer, source, parsed, num_windows, window)
     stride = window - bos
     budget = None if num_windows is None else num_windows * window * CHARACTERS_PER_TOKEN
     while True:
@@ -137,17 +141,39 @@ def text_windows(
             "Give more text or a shorter `window`."
         )
     count = available if num_windows is None else min(num_windows, available)
-    if num_windows is not None and available < num_windows:
-        warnings.warn(
-            f"{source}: {num_windows} windows of {window} tokens asked for, the text has "
-            f"{available}; using {available}.",
-            stacklevel=2,
-        )
+    _warn_of_few(source, num_windows, window, available)
     tokens = torch.tensor(ids[: count * stride], dtype=torch.int64).reshape(count, stride)
     if bos:
         start = torch.full((count, 1), int(tokenizer.bos_token_id), dtype=torch.int64)
         tokens = torch.cat([start, tokens], dim=1)
     return Windows(tokens, source, bos, requested=num_windows, details=details)
+
+
+def _windows_of_documents(
+    tokenizer: PreTrainedTokenizerBase,
+    source: str,
+    parsed: HubText,
+    num_windows: int | None,
+    window: int,
+) -> Windows:
+    from .document_windows import NUM_WINDOWS, document_windows
+
+    bos, wanted = adds_bos(tokenizer), num_windows or NUM_WINDOWS
+    rows, details = read_table(parsed)
+    ids, more = document_windows(
+        tokenizer, rows, parsed.column, num_windows=wanted, window=window, bos=bos
+    )
+    _warn_of_few(source, wanted, window, len(ids))
+    return Windows(ids, source, bos, requested=num_windows, details={**details, **more})
+
+
+def _warn_of_few(source: str, wanted: int | None, window: int, available: int) -> None:
+    if wanted is not None and available < wanted:
+        warnings.warn(
+            f"{source}: {wanted} windows of {window} tokens asked for, the text has "
+            f"{available}; using {available}.",
+            stacklevel=3,
+        )
 
 
 def sampled_windows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -17,26 +18,35 @@ DOCUMENT_SEPARATOR = "\n\n"
 
 @dataclass(frozen=True)
 class HubText:
-    """A text column of a dataset on the Hugging Face Hub."""
+    """A text column of a dataset on the Hugging Face Hub.
+
+    With a `data_file` it is that file alone, read as a table, and windows are taken from single
+    documents: see `document_windows`.
+    """
 
     dataset: str
     config: str | None = None
     split: str = "train"
     column: str = "text"
     revision: str | None = None
+    data_file: str | None = None
 
 
 PTB, PARQUET = "ptb-text-only/ptb_text_only", "refs/convert/parquet"
+C4_VALIDATION = "en/c4-validation.00000-of-00008.json.gz"
 SHORT_NAMES: dict[str, tuple[HubText, HubText]] = {
-    # name: (for calibration, for evaluation)
-    "c4": (HubText("allenai/c4", "en"), HubText("allenai/c4", "en", "validation")),
+    # name: (for calibration, for evaluation: the splits that LinearPatch scores)
+    "c4": (
+        HubText("allenai/c4", "en"),
+        HubText("allenai/c4", split="validation", data_file=C4_VALIDATION),
+    ),
     "wikitext2": (
         HubText("Salesforce/wikitext", "wikitext-2-raw-v1", "train"),
         HubText("Salesforce/wikitext", "wikitext-2-raw-v1", "test"),
     ),
     "ptb": (  # the dataset's own branch is a loading script; the Hub's conversion is not
         HubText(PTB, "penn_treebank", "train", "sentence", PARQUET),
-        HubText(PTB, "penn_treebank", "test", "sentence", PARQUET),
+        HubText(PTB, "penn_treebank", "validation", "sentence", PARQUET),
     ),
 }
 
@@ -183,7 +193,48 @@ def _parquet_documents(path: Path) -> Iterator[str]:
         yield from (text for text in batch.column(0).to_pylist() if text is not None)
 
 
+def read_table(source: HubText) -> tuple[Any, dict[str, Any]]:
+    """Read the one file of a source whose windows come from single documents.
+
+    Returns:
+        Rows, each a dictionary, with random access; and details for the record.
+
+    Raises:
+        CalibrationError: If it cannot be reached.
+    """
+    with _hub_errors(source) as datasets:
+        rows = _load(datasets, source, streaming=False)
+    return rows, {**_details(source, rows), "data_file": source.data_file}
+
+
 def _hub_documents(source: HubText) -> tuple[Iterable[str], dict[str, Any]]:
+    with _hub_errors(source) as datasets:
+        stream = _load(datasets, source, streaming=True)
+        rows = iter(stream)
+        first = next(rows, None)
+    if first is not None and not isinstance(first.get(source.column), str):
+        raise CalibrationError(
+            f"dataset {source.dataset!r} has no text column {source.column!r} "
+            f"(columns: {sorted(first)}). Name it: owner/dataset:config:split:column."
+        )
+    head = [] if first is None else [first]
+    return (row[source.column] for row in chain(head, rows)), _details(source, stream)
+
+
+def _load(datasets: Any, source: HubText, *, streaming: bool) -> Any:
+    return datasets.load_dataset(
+        source.dataset,
+        source.config,
+        data_files=None if source.data_file is None else {source.split: source.data_file},
+        split=source.split,
+        revision=source.revision,
+        streaming=streaming,
+    )
+
+
+@contextmanager
+def _hub_errors(source: HubText) -> Iterator[Any]:
+    """Give the datasets library; any failure to read the source becomes one line."""
     try:
         import datasets
     except ImportError as error:
@@ -192,15 +243,7 @@ def _hub_documents(source: HubText) -> tuple[Iterable[str], dict[str, Any]]:
             "pip install 'ghostlayers[data]', or give a local file."
         ) from error
     try:
-        stream = datasets.load_dataset(
-            source.dataset,
-            source.config,
-            split=source.split,
-            revision=source.revision,
-            streaming=True,
-        )
-        rows = iter(stream)
-        first = next(rows, None)
+        yield datasets
     except Exception as error:  # every network and Hub failure has its own class
         reason = str(error).strip().splitlines()
         raise CalibrationError(
@@ -208,14 +251,12 @@ def _hub_documents(source: HubText) -> tuple[Iterable[str], dict[str, Any]]:
             f"{reason[0] if reason else 'no reason given'}). Check the name and the network, or "
             "give a local .txt, .jsonl or .parquet file."
         ) from error
-    if first is not None and not isinstance(first.get(source.column), str):
-        raise CalibrationError(
-            f"dataset {source.dataset!r} has no text column {source.column!r} "
-            f"(columns: {sorted(first)}). Name it: owner/dataset:config:split:column."
-        )
-    revision = getattr(getattr(stream, "info", None), "download_checksums", None) or {}
-    commits = {url.split("@")[1].split("/")[0] for url in revision if "@" in url}
-    details = {"dataset": source.dataset, "config": source.config, "split": source.split}
+
+
+def _details(source: HubText, rows: Any) -> dict[str, Any]:
+    checksums = getattr(getattr(rows, "info", None), "download_checksums", None) or {}
+    commits = {url.split("@")[1].split("/")[0] for url in checksums if "@" in url}
+    details: dict[str, Any] = {"dataset": source.dataset, "config": source.config}
+    details["split"] = source.split
     details["revision"] = commits.pop() if len(commits) == 1 else None
-    head = [] if first is None else [first]
-    return (row[source.column] for row in chain(head, rows)), details
+    return details
