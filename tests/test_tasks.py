@@ -226,6 +226,37 @@ def test_limit_and_fewshot(model, local):
     assert single.to_dict()["scores"][0]["acc"]["stderr"] is None
 
 
+def test_examples_in_front_of_items(model, local):
+    """Drawn from the harness's own seed; the number of one run does not stay for the next."""
+    contexts = []
+    for count in (2, 2, None):
+        tasks = gl.load_tasks("words", include_path=local, num_fewshot=count)
+        found = gl.evaluate_tasks(model, tiny_tokenizer(), tasks)
+        assert found.scores["words"].num_fewshot == (count or 0)
+        contexts.append([each.args[0] for each in tasks.tasks["words"].instances])
+    assert contexts[0] == contexts[1] and len(contexts[0]) == 27
+    for long, short in zip(contexts[0], contexts[2], strict=True):
+        assert long.endswith("\n\n" + short) and long.count("\n\n") == 2
+
+
+def test_a_task_that_fixes_its_examples_keeps_them(tmp_path):
+    write_task(tmp_path, "words")
+    file = tmp_path / "words.yaml"
+    file.write_text(file.read_text() + "num_fewshot: 0\n")
+    loaded = gl.load_tasks("words", include_path=tmp_path, num_fewshot=2)
+    assert loaded.tasks["words"].get_config("num_fewshot") == 0
+
+
+def test_a_tag_stands_for_its_tasks(tmp_path):
+    """One task without data does not hide the others of its tag."""
+    for name, data in (("one", None), ("two", tmp_path / "nowhere.jsonl")):
+        write_task(tmp_path, name, data=data)
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(file.read_text() + "tag: both\n")
+    loaded = gl.load_tasks("both", include_path=tmp_path)
+    assert list(loaded.tasks) == ["one"] and list(loaded.not_run) == ["two"]
+
+
 def test_nothing_of_the_caller_changes(model, local):
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = None

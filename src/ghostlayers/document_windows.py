@@ -51,7 +51,8 @@ def document_windows(
     Raises:
         CalibrationError: If no document drawn is longer than the window.
     """
-    draw, found, drawn = random.Random(SEED), [], 0
+    draw, drawn = random.Random(SEED), 0
+    found: list[list[int]] = []
     start = [int(tokenizer.bos_token_id)] if bos else []
     while rows and len(found) < num_windows and drawn < MAX_DRAWS * num_windows:
         text = rows[draw.randint(0, len(rows) - 1)][column]

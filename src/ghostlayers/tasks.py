@@ -212,21 +212,28 @@ def _set_fewshot(task: Any, num_fewshot: int | None) -> None:
         task.set_config(key="num_fewshot", value=num_fewshot or 0)
 
 
-@lru_cache(maxsize=4)
-def _index(include_path: str | None, defaults: bool) -> Any:
+@lru_cache(maxsize=1)
+def _own_index() -> Any:
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=include_path, include_defaults=defaults)
+    return TaskManager()
 
 
 def _manager(names: Sequence[str], include_path: str | Path | None) -> Any:
-    """Index the local task files; those of the harness, which takes seconds, only if need be."""
-    folder = None if include_path is None else str(Path(include_path).resolve())
-    if folder is not None:
-        local = _index(folder, False)
-        if set(names) <= set(local.all_tasks):
-            return local
-    manager = _index(folder, True)
+    """Index the local task files, as they are now, and those of the harness only if need be.
+
+    The latter takes seconds, and is kept when there are no local ones.
+    """
+    from lm_eval.tasks import TaskManager
+
+    if include_path is None:
+        manager = _own_index()
+    else:
+        folder = str(Path(include_path).resolve())
+        manager = TaskManager(include_path=folder, include_defaults=False)
+        if set(names) <= set(manager.all_tasks):
+            return manager
+        manager = TaskManager(include_path=folder)
     for name in names:
         if name not in manager.task_index:
             near = difflib.get_close_matches(name, manager.all_tasks, n=1, cutoff=0.5)
