@@ -13,6 +13,8 @@ import torch
 from tokenizers import processors
 
 import ghostlayers as gl
+from conftest import packaged_gguf
+from ghostlayers.loading import load_model, load_tokenizer, locate
 from ghostlayers.task_scores import TaskResults, TaskScore
 from ghostlayers.tasks import PAPER_TASKS, task_names
 from oracles import tiny_model
@@ -449,3 +451,22 @@ def test_shared_task_files(model, shared, monkeypatch, tmp_path):
     assert list(found.scores) == names and not found.not_run
     assert set(found.scores["local_copa"].values) == {"acc"}
     assert all(len(score.items) == 3 for score in found.scores.values())
+
+
+@pytest.mark.real_model
+def test_accuracy_of_a_real_model(shared, monkeypatch, tmp_path):
+    """SmolLM2 on 40 items: the value measured with the harness's own command is 0.575."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.chdir(shared / "data")
+    source = locate(str(packaged_gguf("smollm2")))
+    found = gl.evaluate_tasks(
+        load_model(source, device="cpu"),
+        load_tokenizer(source),
+        "local_copa",
+        include_path="lm_eval_tasks",
+        limit=40,
+        batch_size=8,
+    )
+    assert found.to_dict()["average"]["acc"]["value"] == pytest.approx(0.575, abs=0.026)
