@@ -4,12 +4,13 @@ import importlib.util
 import os
 from pathlib import Path
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
+
 import pytest
 import torch
 import transformers
 from packaging.version import Version
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # tiny models do not gain from more
 
 ROOT = Path(__file__).parents[1]
