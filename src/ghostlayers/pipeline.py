@@ -20,6 +20,7 @@ from .decoder import num_decoder_layers, remove_layers_, text_config
 from .errors import CalibrationError, UnsupportedModelError
 from .layer_fields import protected_layers
 from .model_checks import check_attachable, check_cache, check_causal, check_reloadable
+from .model_selection import change_layers_, check_model_selector, needs_windows
 from .operators import ATTACHING, NO_OPERATOR, OperatorFit
 from .plan import Boundary, PruningPlan, check_num_remove, parse_layers, removable_layers
 from .records import FORMAT_VERSION, versions
@@ -99,11 +100,15 @@ def resolve_plan(config: PruneConfig, model_config: Any) -> PruningPlan | None:
     Raises:
         PlanError: If the layers or the budget do not fit the depth.
         UnsupportedModelError: If the config has no depth.
+        GhostlayersError: If the selector does not go with the other settings, or is a user's own
+            and cannot be imported.
     """
     depth = num_decoder_layers(model_config)
     if config.layers is not None:
         return PruningPlan(depth, parse_layers(config.layers, depth))
-    check_num_remove(int(config.num_remove or 0), depth, allowed_layers(config, model_config))
+    allowed = allowed_layers(config, model_config)
+    check_num_remove(int(config.num_remove or 0), depth, allowed)
+    check_model_selector(config, depth, allowed, quantized=is_quantized(model_config))
     return None
 
 
@@ -199,7 +204,7 @@ def prune(
         folds = prepare_recovery(model, plan, config)
     if isinstance(windows, torch.Tensor):
         windows = Windows(windows, "windows given in", bos_per_window=False)
-    if windows is None and (plan is None or config.recover != NO_OPERATOR):
+    if windows is None and needs_windows(config):
         if tokenizer is None:
             raise CalibrationError("`tokenizer` is None. Give the model's tokenizer or `windows`.")
         windows = calibration_windows(model, tokenizer, config, progress=progress)
@@ -209,6 +214,7 @@ def prune(
         chosen = choose_layers(model, ids, config, allowed=allowed, progress=progress)
         pruned = cut(model, chosen.plan)
     plan, recovery = chosen.plan, Recovery()
+    changed = change_layers_(pruned, plan, chosen.weights)
     if windows is not None:
         recovery = recover_(
             pruned, model, plan, config, ids, chosen.massive, folds=folds, progress=progress
@@ -220,7 +226,7 @@ def prune(
         record=_record(config, chosen, recovery, windows),
         tokenizer=tokenizer,
         warnings=recovery.warnings,
-        changed=recovery.changed,
+        changed=recovery.changed | changed,
     )
 
 
@@ -242,6 +248,7 @@ def _record(
         "guard": None if verdict is None else verdict.record,
         "rls": None if chosen.similarity is None else chosen.similarity.rls,
         "search": chosen.search,
+        "selection": chosen.selection,
         "calibration": None if windows is None else windows.record(),
         "seed": config.seed,
         "config": config.to_dict(),

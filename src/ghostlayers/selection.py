@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .decoder import decoder_layers
+from .model_selection import choose_by_model
 from .operators import ROBUST
 from .plan import PruningPlan
 from .search import needs_massive, search_layers
-from .selectors import AUTO, SelectionContext
+from .selectors import AUTO, SELECTORS, SelectionContext
 from .similarity import Similarity
 from .steps import measure_similarity, select_layers
 from .sweep import batches_of
@@ -29,15 +30,19 @@ class Selection:
 
     Attributes:
         plan: The layers.
-        similarity: Of the dense model; None if the layers were given.
+        similarity: Of the dense model; None if nothing read it.
         massive: (N,) bool, the massive tokens in the order of the sweep, if an operator asks.
         search: JSON values of the search; None with another selector.
+        selection: JSON values of a selector that runs the model; None with another one.
+        weights: New weights of kept layers, by dense layer and path inside it.
     """
 
     plan: PruningPlan
     similarity: Similarity | None = None
     massive: torch.Tensor | None = None
     search: dict[str, Any] | None = None
+    selection: dict[str, Any] | None = None
+    weights: Mapping[tuple[int, str], torch.Tensor] = field(default_factory=dict)
 
 
 def choose_layers(
@@ -48,7 +53,7 @@ def choose_layers(
     allowed: Sequence[int],
     progress: bool = True,
 ) -> Selection:
-    """Run the first sweep and choose the layers to remove.
+    """Choose the layers to remove; run the first sweep if the selector reads it.
 
     Args:
         model: The dense model.
@@ -64,6 +69,10 @@ def choose_layers(
         PlanError: If the selector has no answer for this budget.
         CalibrationError: If there are too few windows for a search, or a state is not finite.
     """
+    if config.select not in (*SELECTORS, AUTO):
+        choice, measured = choose_by_model(model, ids, config, allowed=allowed, progress=progress)
+        plan = PruningPlan(len(decoder_layers(model)), choice.removed)
+        return Selection(plan, measured, selection=choice.record, weights=choice.weights)
     auto = config.select == AUTO
     marks = config.recover in ROBUST or (auto and needs_massive(config))
     batches = batches_of(ids, config.batch_size)

@@ -68,7 +68,7 @@ def first_state(plan: PruningPlan) -> int:
 
 
 @contextmanager
-def _fed(layer: nn.Module, state: Tensor) -> Iterator[None]:
+def fed(layer: nn.Module, state: Tensor) -> Iterator[None]:
     """Let a decoder layer read a given (B, T, C) state instead of what the model hands to it."""
 
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -198,7 +198,7 @@ class SuffixScorer:
         ids = self.ids[:1, :PROBE_TOKENS].to(input_device(pruned))
         with evaluating(pruned):
             wanted = pruned(input_ids=ids, use_cache=False).logits.float()
-        feeding = _fed(decoder_layers(model)[0], state[:1, :PROBE_TOKENS])
+        feeding = fed(decoder_layers(model)[0], state[:1, :PROBE_TOKENS])
         try:
             with evaluating(model), feeding:
                 found = model(input_ids=ids, use_cache=False).logits.float()
@@ -224,7 +224,7 @@ class SuffixScorer:
         first, losses = decoder_layers(suffix.model)[0], list[float]()
         bar = tqdm(batches, desc=self.description, disable=None if self.progress else True)
         for part, state in zip(bar, states, strict=True):
-            with _fed(first, state):
+            with fed(first, state):
                 losses += window_losses(
                     suffix.model, part, batch_size=self.batch_size, progress=False
                 )
