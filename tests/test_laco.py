@@ -117,7 +117,7 @@ def test_the_raw_state_is_compared(model, scorer):  # CASES 55
     assert abs(found - float(F.cosine_similarity(one, two, dim=-1).mean())) > 1e-3
 
 
-@pytest.mark.parametrize("budget", [1, 3, 4])
+@pytest.mark.parametrize("budget", [1, 4])
 def test_the_highest_threshold_that_reaches_the_budget(model, scorer, budget):
     rules = Rules(**{**vars(RULES), "budget": budget})
     threshold, found = search_threshold(scorer, rules)
@@ -135,9 +135,9 @@ def test_merges_can_be_merged_again(model, scorer):
     rules = Rules(3, 1, 0, 6, frozenset(range(1, 7)), 6)
     found = scan(scorer, rules, -1.0)
     assert [(m.layer, m.others) for m in found.merges] == [
-        (4, (5, 6)), (3, (4, 7)[:1]), (2, (3,)), (1, (2,)), (0, (1,)),
+        (4, (5, 6)), (3, (4,)), (2, (3,)), (1, (2,)), (0, (1,)),
     ]  # fmt: skip
-    assert found.layers == (0, 7) and set(layer for layer, _ in found.weights()) == {0}
+    assert found.layers == (0, 7) and {layer for layer, _ in found.weights()} == {0}
     nested = [(m.layer, list(m.others)) for m in found.merges]
     assert torch.allclose(
         logits(found.model, IDS), logits(merged_by_hand(model, nested), IDS), atol=1e-4
@@ -161,7 +161,7 @@ def test_prune_with_laco(model):
         assert (parameter.data_ptr() in shared) == (name not in result.changed)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gemma3_text", "qwen3_moe", "gpt_neox", "opt"])
+@pytest.mark.parametrize("kind", ["gpt2", "gemma3_text", "qwen3_moe"])
 def test_other_architectures(kind):
     dense = families.tiny_model(kind)
     before = copy.deepcopy(dense.state_dict())
@@ -176,7 +176,7 @@ def test_other_architectures(kind):
 
 
 def test_layers_of_other_shapes_are_not_merged():
-    mixed = families.tiny_model("deepseek_v2")  # dense layers first, then mixtures of experts
+    mixed = families.tiny_model("deepseek_v3")  # dense layers first, then mixtures of experts
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(mixed)]
     first = next(i for i in range(len(sizes)) if sizes[i] != sizes[0])
     scorer = CollapseScorer(mixed, IDS, progress=False)

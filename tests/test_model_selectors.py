@@ -11,10 +11,12 @@ import torch.nn.functional as F
 
 import families
 import ghostlayers as gl
-from ghostlayers import removal_losses
+from ghostlayers import removal_losses, vocabulary_bound
 from ghostlayers.decoder import decoder_layers, remove_layers_, share_tensors
 from ghostlayers.evaluation import window_losses
 from ghostlayers.greedy_removal import remove_greedily
+from ghostlayers.plan import PruningPlan
+from ghostlayers.suffix import SuffixScorer
 from ghostlayers.weight_scores import taylor_scores
 from oracles import random_ids, tiny_model
 
@@ -81,7 +83,7 @@ def naive_losses(model, layers, ids=IDS):
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
 def test_ppl_is_that_of_the_whole_model(kind):
     model = families.tiny_model(kind)
     depth = len(decoder_layers(model))
@@ -124,8 +126,14 @@ def test_only_the_first_tokens_of_the_first_windows_are_read():
 # Planted identities.
 
 
-@pytest.mark.parametrize("select", ["shortened-ppl", "greedy-ppl", "shortened-taylor"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize(
+    ("kind", "select"),
+    [
+        ("llama", "shortened-ppl"),
+        ("gpt2", "greedy-ppl"),
+        *((kind, "shortened-taylor") for kind in ("llama", "gpt2", "gemma2")),
+    ],
+)
 def test_identities_are_found(kind, select):
     model = make_identity_(families.tiny_model(kind), 2, 5)
     ids, before = own_text(model), snapshot(model)
@@ -247,38 +255,86 @@ def naive_greedy(model, ids, k, allowed):
     return removed, losses
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe", "opt"])
 def test_greedy_is_the_naive_loop(kind):
     model = families.tiny_model(kind)
     before = snapshot(model)
     allowed = range(1, len(decoder_layers(model)) - 1)
-    order, losses = naive_greedy(model, IDS, 3, allowed)
-    steps = remove_greedily(model, IDS, allowed, 3, batch_size=4)
+    order, losses = naive_greedy(model, IDS, 2, allowed)
+    steps = remove_greedily(model, IDS, allowed, 2, batch_size=4)
     assert [step.layer for step in steps] == order
     assert [step.loss for step in steps] == pytest.approx(losses, abs=1e-5)
     assert_unchanged(model, before)
 
 
 def test_greedy_can_remove_all_that_may_go():
-    result = prune(tiny_model(), "greedy-ppl", 6)
-    assert result.record["removed"] == [1, 2, 3, 4, 5, 6]
-    whole = prune(tiny_model(), "greedy-ppl", 7, protect_first=0, protect_last=0)
-    assert len(whole.record["selection"]["order"]) == 7
+    result = prune(tiny_model(num_layers=4), "greedy-ppl", 2)
+    assert result.record["removed"] == [1, 2]
+    whole = prune(tiny_model(num_layers=4), "greedy-ppl", 3, protect_first=0, protect_last=0)
+    assert len(whole.record["selection"]["order"]) == 3
 
 
 def test_greedy_runs_about_half_of_the_layers():
-    model, calls = tiny_model(num_layers=16), [0]
+    model, calls = tiny_model(num_layers=10), [0]
 
     def count(module, args, output):
         calls[0] += output.shape[1] >= IDS.shape[1]  # not the probes on a few tokens
 
     for layer in decoder_layers(model):  # copies of the model carry the hooks on
         layer.register_forward_hook(count)
-    remove_greedily(model, IDS, range(1, 15), 3)
+    remove_greedily(model, IDS, range(1, 9), 2)
     ours, calls[0] = calls[0], 0
-    naive_greedy(model, IDS, 3, range(1, 15))
-    assert calls[0] == len(IDS) * (14 * 15 + 13 * 14 + 12 * 13)
-    assert ours < 0.62 * calls[0]
+    naive_greedy(model, IDS, 2, range(1, 9))
+    assert calls[0] == len(IDS) * (8 * 9 + 7 * 8)
+    assert ours < 0.68 * calls[0]  # half, and one pass per round for the states
+
+
+FEW = torch.randint(3, 60, (6, 24), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "cohere", "gpt_neox"])
+def test_a_part_of_the_vocabulary_bounds_the_loss(kind, monkeypatch):
+    monkeypatch.setattr(vocabulary_bound, "MIN_VOCABULARY", 0)
+    model = families.tiny_model(kind)
+    before = snapshot(model)
+    scorer = SuffixScorer(model, FEW, batch_size=4)
+    bound = vocabulary_bound.vocabulary_bound(scorer, [2])
+    assert bound is not None and set(scorer.states) == {2}
+    assert 32 <= bound.head.out_features < 128
+    plan = PruningPlan(len(decoder_layers(model)), (2,))
+    pruned = remove_layers_(share_tensors(model), plan.removed)
+    wanted = window_losses(pruned, FEW, batch_size=4)
+    bounded = bound.lower(scorer, scorer.suffix(pruned, plan))
+    assert all(low < high - 0.01 for low, high in zip(bounded.lower, wanted, strict=True))
+    assert bound.exact(scorer, bounded) == pytest.approx(wanted, abs=1e-5)
+    assert scorer.losses(scorer.suffix(pruned, plan)) == pytest.approx(wanted, abs=1e-5)
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_greedy_with_bounds_is_the_naive_loop(kind, monkeypatch):
+    monkeypatch.setattr(vocabulary_bound, "MIN_VOCABULARY", 0)
+    exact, original = [], vocabulary_bound.VocabularyBound.exact
+    monkeypatch.setattr(
+        vocabulary_bound.VocabularyBound,
+        "exact",
+        lambda *arguments: exact.append(1) or original(*arguments),
+    )
+    model = families.tiny_model(kind)
+    allowed = range(1, len(decoder_layers(model)) - 1)
+    order, losses = naive_greedy(model, FEW, 2, allowed)
+    steps = remove_greedily(model, FEW, allowed, 2, batch_size=4)
+    assert [step.layer for step in steps] == order
+    assert [step.loss for step in steps] == pytest.approx(losses, abs=1e-5)
+    assert 2 <= len(exact) <= 2 * len(allowed) - 1
+
+
+def test_heads_that_cannot_be_cut_are_run_whole(monkeypatch):
+    model = tiny_model()
+    assert vocabulary_bound.vocabulary_bound(SuffixScorer(model, FEW), []) is None  # small
+    monkeypatch.setattr(vocabulary_bound, "MIN_VOCABULARY", 0)
+    model.lm_head.register_forward_hook(lambda _m, _a, out: out - out.mean(-1, keepdim=True))
+    assert vocabulary_bound.vocabulary_bound(SuffixScorer(model, FEW), []) is None
 
 
 # Protection by "+".

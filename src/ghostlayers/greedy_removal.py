@@ -1,13 +1,14 @@
 """Remove the layer that leaves the lowest loss, measure again, repeat; cheaper than naively.
 
 Every round starts candidates from kept hidden states of the model pruned so far (see
-`removal_losses`); states up to the layer that went last stay valid for the next round.
+`removal_losses`); states up to the layer that went last stay valid for the next round. Where the
+vocabulary is large, `vocabulary_bound` spares most of them the whole head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -15,7 +16,15 @@ from tqdm.auto import tqdm
 
 from .decoder import decoder_layers, remove_layers_, share_tensors
 from .errors import UnsupportedModelError
-from .removal_losses import RemovalScorer
+from .removal_losses import (
+    MAX_STATES_BYTES,
+    RemovalScorer,
+    candidate_states,
+    mean_loss,
+    state_bytes,
+)
+from .suffix import SuffixScorer
+from .vocabulary_bound import Bounded, VocabularyBound, vocabulary_bound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,41 +64,61 @@ def remove_greedily(
         UnsupportedModelError: If the architecture can lose none of the layers left.
     """
     current, layers = model, list(range(len(decoder_layers(model))))
-    states: dict[int, list[Tensor] | None] = {}
-    trusted: set[int] = set()
-    steps: list[GreedyStep] = []
+    first = SuffixScorer(model, ids, batch_size=batch_size, progress=False)
+    bound = None
+    if len(allowed) * state_bytes(model, ids) <= MAX_STATES_BYTES:
+        bound = vocabulary_bound(first, candidate_states(model, ids, allowed))
+    states, steps = first.states, list[GreedyStep]()
     total = sum(len(allowed) - step for step in range(num_remove))
     with tqdm(total=total, desc="greedy-ppl", disable=None if progress else True) as bar:
+        chooser = _Chooser(bound, bar)
         while len(steps) < num_remove:
             left = [position for position, layer in enumerate(layers) if layer in allowed]
             scorer = RemovalScorer(current, ids, left, batch_size=batch_size, states=states)
-            best = _best(scorer, left, layers, trusted, bar)
-            steps.append(GreedyStep(layers.pop(best[1]), best[0]))
-            states = {k: parts for k, parts in scorer.scorer.states.items() if k <= best[1]}
-            current = remove_layers_(share_tensors(current), [best[1]])
+            loss, best = chooser.best(scorer, left, layers)
+            steps.append(GreedyStep(layers.pop(best), loss))
+            states = {k: parts for k, parts in scorer.scorer.states.items() if k <= best}
+            current = remove_layers_(share_tensors(current), [best])
     return steps
 
 
-def _best(
-    scorer: RemovalScorer,
-    left: Sequence[int],
-    layers: Sequence[int],
-    trusted: set[int],
-    bar: tqdm,
-) -> tuple[float, int]:
-    """Return the lowest loss and the position of the layer that goes."""
-    losses: list[tuple[float, int]] = []
-    refused: list[UnsupportedModelError] = []
-    for position in left:
-        try:
-            suffix = scorer.suffix(position, trusted=layers[position] in trusted)
-        except UnsupportedModelError as error:
-            refused.append(error)
-            continue
-        if suffix.start:
-            trusted.add(layers[position])
-        losses.append((scorer.loss(suffix), position))
-        bar.update()
-    if not losses:
-        raise refused[0]
-    return min(losses)
+@dataclass(frozen=True)
+class _Chooser:
+    """Finds the best removal of a round; a layer's suffix is compared with the whole model once."""
+
+    bound: VocabularyBound | None
+    bar: tqdm
+    trusted: set[int] = field(default_factory=set)
+
+    def best(
+        self, scorer: RemovalScorer, left: Sequence[int], layers: Sequence[int]
+    ) -> tuple[float, int]:
+        """Return the lowest loss and the position of the layer that goes."""
+        candidates: list[tuple[float, int, Bounded | None]] = []
+        refused: list[UnsupportedModelError] = []
+        for position in left:
+            try:
+                suffix = scorer.suffix(position, trusted=layers[position] in self.trusted)
+            except UnsupportedModelError as error:
+                refused.append(error)
+                continue
+            if suffix.start:
+                self.trusted.add(layers[position])
+            if self.bound is None:
+                candidates.append((scorer.loss(suffix), position, None))
+            else:
+                bounded = self.bound.lower(scorer.scorer, suffix)
+                candidates.append((mean_loss(bounded.lower), position, bounded))
+            self.bar.update()
+        if not candidates:
+            raise refused[0]
+        best: tuple[float, int] | None = None
+        for lower, position, bounded in sorted(candidates, key=lambda item: item[:2]):
+            found = lower
+            if self.bound is not None and bounded is not None:
+                if best is not None and lower > best[0] + self.bound.margin:
+                    break
+                found = mean_loss(self.bound.exact(scorer.scorer, bounded))
+            best = min(best or (found, position), (found, position))
+        assert best is not None
+        return best

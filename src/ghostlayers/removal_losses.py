@@ -25,6 +25,19 @@ if TYPE_CHECKING:
 MAX_STATES_BYTES = 2 * 2**30
 
 
+def state_bytes(model: PreTrainedModel, ids: Tensor) -> int:
+    """Return the size of one hidden state of all (n, T) windows."""
+    size: int = text_config(model.config).hidden_size
+    return ids.numel() * size * model.dtype.itemsize
+
+
+def candidate_states(model: PreTrainedModel, ids: Tensor, candidates: Sequence[int]) -> list[int]:
+    """List the states to keep for removing one of some layers (positions in the model)."""
+    depth = len(decoder_layers(model))
+    plans = [PruningPlan(depth, (layer,)) for layer in candidates]
+    return kept_states(model, ids, {first_state(plan) for plan in plans})
+
+
 def kept_states(
     model: PreTrainedModel, ids: Tensor, wanted: Collection[int], limit: int = MAX_STATES_BYTES
 ) -> list[int]:
@@ -39,9 +52,8 @@ def kept_states(
     Returns:
         All wanted states, or every second, third, ... of them, the lowest first; at least one.
     """
-    one = ids.numel() * text_config(model.config).hidden_size * model.dtype.itemsize
     states = sorted(state for state in wanted if state > 0)
-    step = max(1, math.ceil(len(states) * one / limit))
+    step = max(1, math.ceil(len(states) * state_bytes(model, ids) / limit))
     return states[::step]
 
 
@@ -79,8 +91,7 @@ class RemovalScorer:
         self.depth = len(decoder_layers(model))
         self.scorer = SuffixScorer(model, ids, batch_size=batch_size, progress=False)
         self.scorer.states = dict(states or {})
-        plans = [PruningPlan(self.depth, (layer,)) for layer in candidates]
-        self.states = kept_states(model, ids, {first_state(plan) for plan in plans})
+        self.states = candidate_states(model, ids, candidates)
         self.scorer.keep(self.states)
 
     def suffix(self, layer: int, *, trusted: bool = False) -> Suffix:

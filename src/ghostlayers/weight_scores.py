@@ -127,7 +127,8 @@ def _with_own_gradients(model: PreTrainedModel) -> PreTrainedModel:
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     twin: PreTrainedModel = copy.deepcopy(model, memo)
-    return twin.eval()
+    twin.eval()
+    return twin
 
 
 class _Salience:
