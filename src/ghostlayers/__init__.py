@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .operators import OperatorFit
     from .pipeline import PruneResult, prune
     from .plan import Boundary, PruningPlan
-    from .selectors import SelectionContext
+    from .selectors import ModelContext, SelectionContext
     from .similarity import Similarity
     from .steps import (
         attach_operators_,
@@ -52,6 +52,7 @@ _EXPORTS = {
     "CalibrationError": "errors",
     "CheckpointError": "errors",
     "GhostlayersError": "errors",
+    "ModelContext": "selectors",
     "OperatorFit": "operators",
     "PerplexityResult": "evaluation",
     "PlanError": "errors",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def collapsed(base: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return θ_l + Σ_j (θ_{l+j} − θ_l), equation 1 of the paper.
+    """Return θ_l + Σ_j (θ_{l+j} − θ_l), the layer merge of the paper (section 2).
 
     The published code subtracts the running sum instead of θ_l, which leaves the last θ_{l+j}; the
     paper's formula is followed.

@@ -39,12 +39,13 @@ def own_name_fault(name: str) -> list[str]:
 @contextmanager
 def _working_directory_on_path() -> Iterator[None]:
     """Let modules be found in the working directory, behind everything that is installed."""
-    before = list(sys.path)
-    sys.path.append(os.getcwd())
+    here = os.getcwd()
+    sys.path.append(here)
     try:
         yield
     finally:
-        sys.path[:] = before
+        if here in sys.path:
+            del sys.path[len(sys.path) - 1 - sys.path[::-1].index(here)]
 
 
 def import_own(name: str) -> Callable[[ModelContext], Iterable[int]]:
