@@ -117,7 +117,7 @@ def test_the_raw_state_is_compared(model, scorer):  # CASES 55
     assert abs(found - float(F.cosine_similarity(one, two, dim=-1).mean())) > 1e-3
 
 
-@pytest.mark.parametrize("budget", [1, 4])
+@pytest.mark.parametrize("budget", [1, 3])
 def test_the_highest_threshold_that_reaches_the_budget(model, scorer, budget):
     rules = Rules(**{**vars(RULES), "budget": budget})
     threshold, found = search_threshold(scorer, rules)
@@ -161,7 +161,7 @@ def test_prune_with_laco(model):
         assert (parameter.data_ptr() in shared) == (name not in result.changed)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3_moe"])
 def test_other_architectures(kind):
     dense = families.tiny_model(kind)
     before = copy.deepcopy(dense.state_dict())
@@ -196,6 +196,18 @@ def test_budgets_that_cannot_be_met(model):
     assert given["threshold"] == -1.0
 
 
+def test_a_low_cosine_is_a_warning(model):
+    warned = set()
+    for k in (1, 5):
+        result = gl.prune(model, num_remove=k, select="laco", recover="none", windows=IDS)
+        low = result.record["selection"]["merges"][-1]["cosine"] < 0.45
+        assert [line.startswith("laco: the last hidden") for line in result.warnings] == [
+            True
+        ] * low
+        warned.add(low)
+    assert warned == {True, False}
+
+
 # The command line.
 
 SHORT = ["--num-windows", "4", "--window", "32"]
@@ -207,7 +219,7 @@ def test_a_merged_checkpoint_is_stock(work, run, tmp_path):
     status, printed, err = run(
         "prune", work / "m", "-o", out, *flags, "--select", "laco", "--laco-layers", 3
     )
-    assert (status, err) == (0, ""), err
+    assert status == 0 and err.count("\n") == err.count("warning: laco"), err
     record = gl.load_pruned(out).record
     written, dense = reload(out), reload(work / "m")
     assert type(written) is type(dense) and len(decoder_layers(written)) == 5

@@ -113,12 +113,12 @@ class _Chooser:
         if not candidates:
             raise refused[0]
         best: tuple[float, int] | None = None
-        for lower, position, bounded in sorted(candidates, key=lambda item: item[:2]):
+        for lower, position, parts in sorted(candidates, key=lambda item: item[:2]):
             found = lower
-            if self.bound is not None and bounded is not None:
+            if self.bound is not None and parts is not None:
                 if best is not None and lower > best[0] + self.bound.margin:
                     break
-                found = mean_loss(self.bound.exact(scorer.scorer, bounded))
+                found = mean_loss(self.bound.exact(scorer.scorer, parts))
             best = min(best or (found, position), (found, position))
         assert best is not None
         return best

@@ -225,7 +225,7 @@ def prune(
         fits=recovery.used,
         record=_record(config, chosen, recovery, windows),
         tokenizer=tokenizer,
-        warnings=recovery.warnings,
+        warnings=(*chosen.warnings, *recovery.warnings),
         changed=recovery.changed | changed,
     )
 

@@ -35,6 +35,7 @@ class Selection:
         search: JSON values of the search; None with another selector.
         selection: JSON values of a selector that runs the model; None with another one.
         weights: New weights of kept layers, by dense layer and path inside it.
+        warnings: What the user should know, one line each.
     """
 
     plan: PruningPlan
@@ -43,6 +44,7 @@ class Selection:
     search: dict[str, Any] | None = None
     selection: dict[str, Any] | None = None
     weights: Mapping[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 def choose_layers(
@@ -72,7 +74,13 @@ def choose_layers(
     if config.select not in (*SELECTORS, AUTO):
         choice, measured = choose_by_model(model, ids, config, allowed=allowed, progress=progress)
         plan = PruningPlan(len(decoder_layers(model)), choice.removed)
-        return Selection(plan, measured, selection=choice.record, weights=choice.weights)
+        return Selection(
+            plan,
+            measured,
+            selection=choice.record,
+            weights=choice.weights,
+            warnings=choice.warnings,
+        )
     auto = config.select == AUTO
     marks = config.recover in ROBUST or (auto and needs_massive(config))
     batches = batches_of(ids, config.batch_size)

@@ -119,11 +119,13 @@ class Choice:
         removed: Layers to remove, ascending.
         record: JSON values: what was measured, on how many tokens.
         weights: New weights of kept layers, by dense layer and path inside it.
+        warnings: What the user should know, one line each.
     """
 
     removed: tuple[int, ...]
     record: dict[str, Any] = field(default_factory=dict)
     weights: Mapping[tuple[int, str], Tensor] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 Selector = Callable[[SelectionContext], Sequence[int]]

@@ -10,6 +10,9 @@ from . import Choice, ModelContext
 if TYPE_CHECKING:
     from ..collapse_search import CollapseScorer, Rules
 
+# The threshold in the published code for a Llama of 13 billion parameters.
+LOW_COSINE = 0.45
+
 
 def select_laco(context: ModelContext) -> Choice:
     """Collapse layers from the top down until k are gone (paper, algorithm 1).
@@ -57,7 +60,18 @@ def select_laco(context: ModelContext) -> Choice:
         "merges": merges,
         "skipped": [{"layer": k, "reason": why} for k, why in sorted(scorer.skipped.items())],
     }
-    return Choice(removed, record, found.weights())
+    return Choice(removed, record, found.weights(), _warnings(found.merges[-1].cosine, rules))
+
+
+def _warnings(cosine: float, rules: Rules) -> tuple[str, ...]:
+    if cosine >= LOW_COSINE:
+        return ()
+    return (
+        f"laco: the last hidden state of the merged model has a mean cosine of {cosine:.3f} to the "
+        f"dense model's (the published code stays above {LOW_COSINE}): measure it before use. "
+        f"Fewer layers per merge (`laco_layers`, now {rules.size}) or a smaller `num_remove` do "
+        "less harm.",
+    )
 
 
 def _rules(context: ModelContext) -> Rules:
