@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .plan import Boundary, PruningPlan
     from .scores import Scores
     from .scores_file import load_scores
-    from .selectors import SelectionContext
+    from .selectors import ModelContext, SelectionContext
     from .similarity import Similarity
     from .steps import (
         attach_operators_,
@@ -60,6 +60,7 @@ _EXPORTS = {
     "FinetuneConfig": "finetune_config",
     "FinetuneResult": "distillation",
     "GhostlayersError": "errors",
+    "ModelContext": "selectors",
     "OperatorFit": "operators",
     "PerplexityResult": "evaluation",
     "PlanError": "errors",

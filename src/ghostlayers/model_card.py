@@ -72,6 +72,13 @@ def _what_was_repaired(record: dict[str, Any]) -> list[str]:
             "after `import ghostlayers`. Loaders that would drop them raise an error.",
             "",
         ]
+    if merges := (record.get("selection") or {}).get("merges"):
+        listed = "; ".join(f"{format_layers(m['merged'])} into {m['layer']}" for m in merges)
+        lines += [
+            f"Layers were merged, not only removed (0-based, dense model): {listed}. Nothing was "
+            "added: this is a stock checkpoint.",
+            "",
+        ]
     if folded := any(entry.get("weights") for entry in record["boundaries"]):
         lines += [
             "Layers before a cut have new weights (refitted in closed form, not trained): the maps "
