@@ -64,7 +64,7 @@ def model_card(record: dict[str, Any]) -> str:
         ]
     if folded := any(entry.get("weights") for entry in record["boundaries"]):
         lines += [
-            "Layers before a cut have new weights (refitted in closed form, not trained): the maps "
+            f"Layers before a cut have new weights ({_how(record)}, not trained): the maps "
             "named in `ghostlayers.json`."
             + ("" if operators else " Nothing was added: this is a stock checkpoint."),
             "",
@@ -79,6 +79,11 @@ def model_card(record: dict[str, Any]) -> str:
         ]
     lines += ["The whole record is in `ghostlayers.json`.", ""]
     return "\n".join(lines)
+
+
+def _how(record: dict[str, Any]) -> str:
+    cosine = record["recover"] == "replaceme-cosine"
+    return "one linear map found by an optimiser" if cosine else "refitted in closed form"
 
 
 def _calibration_line(record: dict[str, Any]) -> list[str]:

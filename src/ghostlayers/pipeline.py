@@ -20,7 +20,7 @@ from .decoder import num_decoder_layers, remove_layers_, text_config
 from .errors import CalibrationError, UnsupportedModelError
 from .layer_fields import protected_layers
 from .model_checks import check_attachable, check_cache, check_causal, check_reloadable
-from .operators import ATTACHING, NO_OPERATOR, OperatorFit
+from .operators import ATTACHING, NO_OPERATOR, OperatorFit, check_size
 from .plan import Boundary, PruningPlan, check_num_remove, parse_layers, removable_layers
 from .records import FORMAT_VERSION, versions
 from .recovery import Recovery, prepare_recovery, recover_
@@ -99,8 +99,11 @@ def resolve_plan(config: PruneConfig, model_config: Any) -> PruningPlan | None:
     Raises:
         PlanError: If the layers or the budget do not fit the depth.
         UnsupportedModelError: If the config has no depth.
+        GhostlayersError: If the operator asked for does not exist for the hidden size.
     """
     depth = num_decoder_layers(model_config)
+    if config.recover != NO_OPERATOR:
+        check_size(config.recover, config.rank, text_config(model_config).hidden_size)
     if config.layers is not None:
         return PruningPlan(depth, parse_layers(config.layers, depth))
     check_num_remove(int(config.num_remove or 0), depth, allowed_layers(config, model_config))

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from .boundary_runs import RULE_WINDOWS, BoundaryRuns, repaired_student
+from .channel_moments import moments_maker
 from .fold_plan import FoldPlan, moments_device, plan_folds
 from .folding import fit_fold_boundary, fit_fold_ghost_boundary
 from .guard import MIN_WINDOWS, Verdict, judge_repairs
 from .moments import MomentAccumulator, SplitMoments
-from .operators import FOLDING, GUARDED, NO_OPERATOR, ROBUST, OperatorFit
+from .operators import FOLDING, GUARDED, NO_OPERATOR, REPLACING, ROBUST, OperatorFit
 from .plan import Boundary, PruningPlan
 from .repairs import apply_repairs_, is_tested, with_parts_of, without_held_out
+from .replacing import fit_replaceme_boundary
 from .steps import (
     collect_moments,
     find_massive_tokens,
@@ -175,6 +177,8 @@ class _Fitter:
         boundary = runs.boundary
         if boundary in self.folds.sites:
             sites = self.folds.sites[boundary]
+            if self.config.recover in REPLACING:
+                return fit_replaceme_boundary(runs, sites.mlp, self.config)
             if self.config.recover == "fold":
                 return fit_fold_boundary(runs, sites, self.config)
             assert self.massive is not None
@@ -187,6 +191,7 @@ class _Fitter:
             window=self.ids.shape[1],
             device=self._device(),
             massive=self.massive,
+            zeros=moments_maker(self.config.recover),
         )
         for batch in runs.batches():
             accumulator.update({boundary.start: batch.x, boundary.stop: batch.y}, batch.rows)
@@ -201,6 +206,7 @@ class _Fitter:
             self.model,
             batches,
             boundaries,
+            operator=self.config.recover,
             massive=self.massive,
             device=self._device(),
             progress=self.progress,
@@ -222,6 +228,7 @@ class _Fitter:
             ridge=0.0 if folding else self.config.ridge,
             dtype=self.model.dtype,
             sinks=rule,
+            rank=self.config.rank,
         )
 
     def _device(self) -> torch.device | None:
