@@ -137,9 +137,13 @@ def fit_cosine(fit: TokenStates, held_out: TokenStates) -> TransformFit:
 
 
 def _last_good(distances: dict[int, float]) -> int:
-    """Return the largest number of iterations within `TOLERANCE` of the lowest distance."""
-    lowest = min(distances.values())
-    return max(count for count, distance in distances.items() if distance <= TOLERANCE * lowest)
+    """Return the largest number of iterations within `TOLERANCE` of the lowest distance.
+
+    Zero is none of the choices: a published method is used whether it helps or not.
+    """
+    lowest = min(distance for count, distance in distances.items() if count)
+    good = [count for count, distance in distances.items() if distance <= TOLERANCE * lowest]
+    return max(good)
 
 
 def _minimise(
