@@ -244,8 +244,8 @@ def test_states_that_do_not_fit_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "qwen3"])
-@pytest.mark.parametrize("removed", [[3, 4], [7], [1, 4, 6]], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+@pytest.mark.parametrize("removed", [[7], [1, 3, 4, 6]], ids=str)
 def test_oracles(method, family, removed, tmp_path):
     """O1 with the folded weights in the dense model, O2 and O3."""
     dense = tiny_model(family)
