@@ -43,7 +43,10 @@ from ghostlayers.suffix import SuffixScorer
 from ghostlayers.sweep import batches_of
 
 SELECTORS = ("lorp", "shortgpt", "streamline", "auto")
-OPERATORS = ("none", "ghost", "ghost-robust", "fold", "fold+ghost")
+OPERATORS = (
+    *("none", "ghost", "ghost-robust", "fold", "fold+ghost"),
+    *("linearpatch-diag", "linearpatch-rotate", "replaceme-lstsq", "replaceme-cosine"),
+)
 PUBLISHED = ("lorp", "shortgpt", "streamline")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from .budget_values import budget_faults
 from .errors import GhostlayersError, unknown_name
-from .operators import operator_names
+from .operators import RANKED, operator_names
 from .selectors import AUTO, AUTO_MIN_WINDOWS, select_names
 from .selectors.own import is_own, own_name_fault
 
@@ -63,7 +63,10 @@ class PruneConfig:
     ridge: float = _option(
         0.0,
         "relative ridge: lambda * trace(gram) / C is added to the diagonal; 0 = minimum norm "
-        "(ghost) or chosen on held-out windows (all others)",
+        "(ghost, replaceme-lstsq) or chosen on held-out windows (ghost-robust, fold, fold+ghost)",
+    )
+    rank: int | None = _option(
+        None, "rank of the map (ghost, ghost-robust), stored as two factors (default: full)"
     )
     fit: str = _option(
         "dense",
@@ -149,6 +152,13 @@ class PruneConfig:
             faults.append(f"`window` is {self.window}; allowed: 2 or more tokens")
         if self.num_clusters is not None and self.num_clusters < 1:
             faults.append(f"`num_clusters` is {self.num_clusters}; allowed: 1 or more")
+        if self.rank is not None and self.rank < 1:
+            faults.append(f"`rank` is {self.rank}; allowed: 1 or more")
+        if self.rank is not None and self.recover not in RANKED:
+            faults.append(
+                f"`rank` is {self.rank} and `recover` is {self.recover}; rank works with "
+                f"{', '.join(RANKED)}"
+            )
         if not 0.0 <= self.ridge < float("inf"):
             faults.append(f"`ridge` is {self.ridge}; allowed: 0 or a positive number")
         for item in fields(self):

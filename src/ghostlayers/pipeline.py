@@ -23,7 +23,7 @@ from .layer_fields import protected_layers
 from .model_checks import check_attachable, check_cache, check_causal, check_reloadable
 from .model_selection import change_layers_, check_model_selector, needs_windows
 from .model_sizes import structure
-from .operators import ATTACHING, OperatorFit
+from .operators import ATTACHING, NO_OPERATOR, OperatorFit, check_size
 from .plan import Boundary, PruningPlan, check_num_remove, parse_layers, removable_layers
 from .pruning_run import PruningRun
 from .quantized import check_quantized, is_quantized
@@ -113,9 +113,11 @@ def resolve_plan(config: PruneConfig, model_config: Any) -> PruningPlan | None:
         PlanError: If the layers or the budget do not fit the depth.
         UnsupportedModelError: If the config has no depth.
         GhostlayersError: If the selector does not go with the other settings, or is a user's own
-            and cannot be imported.
+            and cannot be imported; if the operator does not exist for the hidden size.
     """
     depth = num_decoder_layers(model_config)
+    if config.recover != NO_OPERATOR:
+        check_size(config.recover, config.rank, text_config(model_config).hidden_size)
     if config.layers is not None:
         return PruningPlan(depth, parse_layers(config.layers, depth))
     allowed = allowed_layers(config, model_config)
