@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,8 +110,11 @@ def _collect(
         check_memory(BYTES_PER_NUMBER * size * len(kept), device, config)
         chosen[kept] = True
     states: tuple[list[TokenStates], list[TokenStates]] = ([], [])
-    seen = 0
-    for batch, m in _outputs(runs, site, device):
+    output, seen = _output_map(runs, site, device), 0
+
+    def add(batch: BoundaryBatch) -> None:
+        nonlocal seen
+        m = output(batch.inputs[site.path].to(device, torch.float64))
         x, y = (state.to(device, torch.float64) for state in (batch.x, batch.y))
         wanted = chosen[seen : seen + len(x)].to(device)
         seen += len(x)
@@ -122,6 +125,8 @@ def _collect(
             if keeps:
                 rows = [part[mask & wanted].float() for part in (m, x - m, y)]
                 kept_states.append(TokenStates(*rows))
+
+    runs.run(add, [site.path])
     if not seen:
         raise CalibrationError("no calibration tokens: give at least one window of text.")
     if not keeps:
@@ -129,17 +134,19 @@ def _collect(
     return parts, (_joined(states[0]), _joined(states[1]))
 
 
-def _outputs(
+def _output_map(
     runs: BoundaryRuns, site: FoldSite, device: torch.device
-) -> Iterator[tuple[BoundaryBatch, Tensor]]:
-    """Yield batches with m (N, C) float64, what the map adds to the residual stream."""
+) -> Callable[[Tensor], Tensor]:
+    """Return what makes m (N, C) float64, which is added to the residual stream, of the input."""
     layer = decoder_layers(runs.dense)[runs.boundary.start - 1]
     a = site.stored(layer.get_parameter(site.weight).detach().to(device, torch.float64))
     bias = getattr(site.module(layer), "bias", None)
     shift = 0.0 if bias is None else bias.detach().to(device, torch.float64)
-    for batch in runs.batches([site.path]):
-        z = batch.inputs[site.path].to(device, torch.float64)
-        yield batch, site.scale * (z @ a + shift)
+
+    def output(z: Tensor) -> Tensor:
+        return site.scale * (z @ a + shift)
+
+    return output
 
 
 def _joined(parts: list[TokenStates]) -> TokenStates:
