@@ -66,7 +66,8 @@ class Measured:
 @pytest.fixture(scope="module", params=MODELS)
 def measured(request, shared):
     threads = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # else the other cores have tests of their own
+        torch.set_num_threads(os.cpu_count() or 1)
     yield Measured(request.param, shared)
     torch.set_num_threads(threads)
 

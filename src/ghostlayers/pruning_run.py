@@ -76,8 +76,6 @@ class PruningRun:
             if found is not None:
                 return chosen, found.pruned, found.recovery, found.probes
             pruned = cut(model, chosen.plan)
-        if not ids.numel():
-            return chosen, pruned, Recovery(), ()
         recovery = recover_(
             pruned,
             model,
