@@ -53,8 +53,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# A process per core; the tests of one real model stay in one process.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 architectures: $(VENV)/.dev
 	cd tests && ../$(BIN)/python architectures.py --check

@@ -28,7 +28,7 @@ import ghostlayers as gl
 from ghostlayers.guard import first_changed_layer, guard_scorer, judge_repairs
 from ghostlayers.loading import load_model, load_tokenizer, locate
 from ghostlayers.pipeline import allowed_layers
-from ghostlayers.plan import Boundary, PruningPlan
+from ghostlayers.plan import Boundary, PruningPlan, format_layers
 from ghostlayers.repairs import apply_repairs_
 from ghostlayers.steps import (
     collect_moments,
@@ -42,9 +42,16 @@ from ghostlayers.steps import (
 from ghostlayers.suffix import SuffixScorer
 from ghostlayers.sweep import batches_of
 
-SELECTORS = ("lorp", "shortgpt", "streamline", "auto")
-OPERATORS = ("none", "ghost", "ghost-robust", "fold", "fold+ghost")
-PUBLISHED = ("lorp", "shortgpt", "streamline")
+SIMILARITY = ("lorp", "shortgpt", "streamline")
+SELECTORS = (
+    *SIMILARITY,
+    *("shortened-ppl", "shortened-taylor", "shortened-magnitude", "greedy-ppl", "laco", "auto"),
+)
+OPERATORS = (
+    *("none", "ghost", "ghost-robust", "fold", "fold+ghost"),
+    *("linearpatch-diag", "linearpatch-rotate", "replaceme-lstsq", "replaceme-cosine"),
+)
+PUBLISHED = tuple(name for name in SELECTORS if name not in ("greedy-ppl", "auto"))
 
 
 class Results:
@@ -108,40 +115,50 @@ class Bench:
         args, key = self.args, self.key(calibration)
         windows = self.windows(calibration, args.num_windows)
         similarity = measure_similarity(self.model, batches_of(windows.ids, args.batch_size))
-        config = gl.PruneConfig(num_remove=1)
         for budget in args.budgets:
             for selector in args.selectors:
                 chosen = self.results.find(kind="cut", budget=budget, selector=selector, **key)
                 if chosen is None:
-                    start, search = time.perf_counter(), None
-                    if selector == "auto":
-                        found = gl.prune(
-                            self.model,
-                            num_remove=budget,
-                            select="auto",
-                            recover="ghost-robust",
-                            windows=windows,
-                            batch_size=args.batch_size,
-                        )
-                        plan, search = found.plan, found.record["search"]
-                    else:
-                        plan = select_layers(
-                            similarity,
-                            selector=selector,
-                            num_remove=budget,
-                            allowed=allowed_layers(config, self.model.config),
-                        )
-                    chosen = self.results.add(
-                        kind="cut",
-                        budget=budget,
-                        selector=selector,
-                        **key,
-                        layers=list(plan.removed),
-                        seconds=round(time.perf_counter() - start, 1),
-                        search=search,
-                    )
-                for operator in args.operators:
-                    self.cell(chosen["layers"], operator, windows, key)
+                    chosen = self.choose(selector, budget, windows, similarity, key)
+                if chosen.get("merged") is None:  # merged layers are no plain cut
+                    for operator in args.operators:
+                        self.cell(chosen["layers"], operator, windows, key)
+
+    def choose(
+        self,
+        selector: str,
+        budget: int,
+        windows: gl.Windows,
+        similarity: gl.Similarity,
+        key: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Store which layers a selector removes; score merged layers at once."""
+        start, merged = time.perf_counter(), None
+        if selector in SIMILARITY:
+            allowed = allowed_layers(gl.PruneConfig(num_remove=1), self.model.config)
+            plan = select_layers(similarity, selector=selector, num_remove=budget, allowed=allowed)
+            search = None
+        else:
+            found = gl.prune(
+                self.model,
+                num_remove=budget,
+                select=selector,
+                recover="ghost-robust" if selector == "auto" else "none",
+                windows=windows,
+                batch_size=self.args.batch_size,
+            )
+            plan, search = found.plan, found.record["search"]
+            merged = self.perplexities(found.model) if found.changed and not found.fits else None
+        return self.results.add(
+            kind="cut",
+            budget=budget,
+            selector=selector,
+            **key,
+            layers=list(plan.removed),
+            seconds=round(time.perf_counter() - start, 1),
+            search=search,
+            merged=merged,
+        )
 
     def cell(
         self, layers: list[int], operator: str, windows: gl.Windows, key: dict[str, Any]
@@ -309,6 +326,37 @@ def print_grid(lines: list[dict[str, Any]]) -> None:
         print(f"| {model} | {budget} | {operator} | {math.exp(_mean(map(math.log, ratios))):.3f} |")
 
 
+def print_perplexities(lines: list[dict[str, Any]]) -> None:
+    """Print perplexity of every selector's cut with every operator, one table a calibration."""
+    cells = {
+        (line["model"], line["calibration"], tuple(line["layers"]), line["operator"]): line
+        for line in lines
+        if line["kind"] == "cell" and line["fit"] == "dense"
+    }
+    runs = sorted({(line["model"], line["calibration"]) for line in lines if line["kind"] == "cut"})
+    for run in runs:
+        cuts = [line for line in lines if line["kind"] == "cut"]
+        cuts = [line for line in cuts if (line["model"], line["calibration"]) == run]
+        first, texts = cuts[0], next(c["perplexity"] for c in cells.values() if "perplexity" in c)
+        print(
+            f"\n{run[0]}, calibration {run[1]} ({first['num_windows']} windows of "
+            f"{first['window']}), perplexity on {' / '.join(texts)} ({first['eval_windows']} "
+            "windows each)\n"
+        )
+        print(f"| layers | selector | removed | {' | '.join(OPERATORS)} |")
+        print("|---" * (3 + len(OPERATORS)) + "|")
+        for line in cuts:
+            row = [str(line["budget"]), line["selector"], format_layers(line["layers"])]
+            for operator in OPERATORS:
+                cell = cells.get((*run, tuple(line["layers"]), operator), {})
+                found = cell.get("perplexity")
+                if line.get("merged"):
+                    found = line["merged"] if operator == "none" else None
+                numbers = [f"{value:.4g}" for value in (found or {}).values()]
+                row.append(" / ".join(numbers) or ("refused" if "refused" in cell else "-"))
+            print(f"| {' | '.join(row)} |")
+
+
 def print_contiguous(lines: list[dict[str, Any]]) -> None:
     """Print, for each model, calibration and text, what the operator does to contiguous cuts."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -358,7 +406,9 @@ def main() -> None:
                 for operator in args.operators:
                     bench.contiguous(calibration, operator)
     lines = Results(args.out).lines
-    print_grid(lines)
+    if any(line["kind"] == "cell" for line in lines):
+        print_perplexities(lines)
+        print_grid(lines)
     print_contiguous(lines)
 
 

@@ -52,7 +52,9 @@ def test_analyze(work, run, tmp_path):
     assert found["locality"] in out and "streamline" in out
 
 
-@pytest.mark.parametrize("recover", ["ghost", "ghost-robust", "none"])
+@pytest.mark.parametrize(
+    "recover", ["ghost", "ghost-robust", "linearpatch-rotate", "replaceme-lstsq", "none"]
+)
 def test_prune_info_eval(work, run, tmp_path, recover):
     out = tmp_path / "made" / "here"  # parents are made
     flags = text_flags(work, "--num-remove", 2, "--select", "streamline", "--recover", recover)

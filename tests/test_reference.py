@@ -11,13 +11,16 @@ import torch
 
 import ghostlayers as gl
 from conftest import packaged_gguf
+from ghostlayers.channel_moments import moments_maker
 from ghostlayers.loading import load_model, load_tokenizer, locate
-from ghostlayers.steps import fit_operator
-from ghostlayers.sweep import batches_of
+from ghostlayers.moments import MomentAccumulator
+from ghostlayers.steps import fit_operator, prefix_model
+from ghostlayers.sweep import batches_of, sweep
 from oracles import identity_reference, logits, reload, step_error
 
 pytestmark = pytest.mark.real_model
 
+PATCHES = ("linearpatch-diag", "linearpatch-rotate")
 MODELS = {"smollm2": "smollm2-135m-instruct.json", "gemma3": "gemma-3-270m.json"}
 
 
@@ -45,7 +48,16 @@ class Measured:
             for entry in self.reference["recovery"]
         }
         boundaries = sorted({b for plan in self.plans.values() for b in plan.boundaries})
-        self.moments = gl.collect_moments(self.model, batches, boundaries)
+        block = self.plans["streamline"].boundaries
+        sizes = {"num_windows": self.reference["calibration"]["windows"], "window": 512}
+        plain = MomentAccumulator(boundaries, **sizes)
+        patched = {
+            name: MomentAccumulator(block, **sizes, zeros=moments_maker(name)) for name in PATCHES
+        }
+        prefix = prefix_model(self.model, max(boundary.stop for boundary in boundaries))
+        sweep(prefix, batches, [plain, *patched.values()])
+        self.moments = plain.result()
+        self.patched = {name: moments.result()[block[0]] for name, moments in patched.items()}
 
     def perplexity(self, model) -> float:
         return gl.perplexity(model, self.windows["evaluation"], batch_size=2).perplexity
@@ -54,7 +66,8 @@ class Measured:
 @pytest.fixture(scope="module", params=MODELS)
 def measured(request, shared):
     threads = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # else the other cores have tests of their own
+        torch.set_num_threads(os.cpu_count() or 1)
     yield Measured(request.param, shared)
     torch.set_num_threads(threads)
 
@@ -129,6 +142,22 @@ def test_pruned_and_recovered_perplexity(measured):
             assert fit["error_after"] == pytest.approx(expected["relative_error"], rel=1e-3)
         recovered = gl.attach_operators_(pruned, plan, fits)
         assert measured.perplexity(recovered) == pytest.approx(expected["ppl"], rel=1e-3)
+
+
+def test_linearpatch(measured):
+    """Gemma's rotated values are of another Hadamard matrix of order 20 (not Paley's)."""
+    expected = next(e for e in measured.reference["recovery"] if e["selector"] == "streamline")
+    plan, smollm2 = measured.plans["streamline"], measured.reference["model"] == "smol"
+    fits = {}
+    for name in PATCHES if smollm2 else PATCHES[:1]:
+        fits[name] = fit_operator(measured.patched[name], operator=name, dtype=torch.float32)
+        for key in ("scale_mean", "scale_min", "scale_max"):
+            found = fits[name].diagnostics[key]
+            assert found == pytest.approx(expected[name][key], rel=1e-6)
+    pruned = gl.remove_layers_(gl.share_tensors(measured.model), plan.removed)
+    cut_like_the_reference(measured.model, pruned)
+    patched = gl.attach_operators_(pruned, plan, {plan.boundaries[0]: fits[name]})
+    assert measured.perplexity(patched) == pytest.approx(expected[name]["ppl"], rel=1e-3)
 
 
 def test_scattered_cut_of_a_gguf_model(measured, tmp_path):

@@ -17,7 +17,7 @@ from oracles import logits, random_ids, reload, tiny_model
 from test_robust import model_with_sinks
 
 WINDOWS = random_ids(3, 128, seed=2)
-METHODS = ("ghost", "ghost-robust", "fold", "fold+ghost")
+METHODS = ("ghost", "ghost-robust", "fold", "fold+ghost", "linearpatch-rotate", "replaceme-lstsq")
 
 
 def pair(dense, layers, recover, windows=WINDOWS, **settings):

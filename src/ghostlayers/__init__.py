@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .plan import Boundary, PruningPlan
     from .scores import Scores
     from .scores_file import load_scores
-    from .selectors import SelectionContext
+    from .selectors import ModelContext, SelectionContext
     from .similarity import Similarity
     from .speed import measure_speed
     from .speed_results import SpeedResult, SpeedSettings
@@ -64,6 +64,7 @@ _EXPORTS = {
     "FinetuneConfig": "finetune_config",
     "FinetuneResult": "distillation",
     "GhostlayersError": "errors",
+    "ModelContext": "selectors",
     "OperatorFit": "operators",
     "PerplexityResult": "evaluation",
     "PlanError": "errors",

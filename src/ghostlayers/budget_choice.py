@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .budget_values import with_num_remove
 from .ppl_budget import Found, search_num_remove
-from .selection import Measured, Selection, choose_layers, measure
+from .selection import Measured, Selection, choose_layers, measure, reads_similarity
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ def choose_for_budget(
         ids: (n, T) int64 calibration windows.
         config: Settings.
         allowed: Layers that may go.
-        measured: What a first sweep gave; None runs it.
+        measured: What a first sweep gave; None runs it if the selector reads it.
         budget: From `size_budget`, if it is a budget by size.
         progress: Show progress bars when standard error is a terminal.
 
@@ -45,7 +45,7 @@ def choose_for_budget(
         PlanError: If the budget cannot be met.
         CalibrationError: If there are too few windows, or a state is not finite.
     """
-    if measured is None:
+    if measured is None and reads_similarity(config):
         measured = measure(model, ids, config, progress=progress)
 
     def choose(count: int) -> Selection:

@@ -156,7 +156,8 @@ def size_budget(
         source: Where the weights lie that will be copied; see `byte_sizes`.
     """
     kind = budget_kind(config)
-    operator = hidden_size * (hidden_size + OPERATOR_VECTORS) if config.recover in ATTACHING else 0
+    rows = hidden_size if config.rank is None else 2 * config.rank
+    operator = hidden_size * (rows + OPERATOR_VECTORS) if config.recover in ATTACHING else 0
     if kind == "sparsity":
         return SizeBudget(kind, config.sparsity, counted_parameters(model))
     if kind == "target_params":

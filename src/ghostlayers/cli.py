@@ -69,8 +69,17 @@ def _add_config_flags(
             text += f": {', '.join(item.metadata['choices']())}"
         if item.default is not None:
             text += f" (default: {item.default})"
+        flag = f"--{item.name.replace('_', '-')}"
+        if item.type == "bool":
+            parser.add_argument(
+                flag,
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+                help=text.replace("%", "%%"),
+            )
+            continue
         parser.add_argument(
-            f"--{item.name.replace('_', '-')}",
+            flag,
             type=NUMBERS.get(str(item.type), str),
             default=argparse.SUPPRESS,
             help=text.replace("%", "%%"),

@@ -17,7 +17,7 @@ from .errors import CheckpointError
 from .finetune_command import finetune_rows
 from .plan import format_layers
 from .records import has_operators, plain, read_record, write_json
-from .tables import bar, boundary_table, heat_map, render_table, search_table
+from .tables import bar, boundary_table, heat_map, rank_table, render_table, search_table
 from .text_sources import check_source
 
 
@@ -174,6 +174,8 @@ def _print_pruned(record: dict[str, Any], out: Path) -> None:
     )
     if record["recover"] != NO_OPERATOR:
         print(boundary_table(record["boundaries"]))
+    if record["config"]["rank"] is not None:
+        print("\nerror by rank of the map:\n" + rank_table(record["boundaries"]))
     print(f"\nwritten to {out}. Load it:\n")
     print(load_snippet(str(out), has_operators=has_operators(record)))
 
@@ -207,6 +209,8 @@ def run_info(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str, A
     print("\n" + render_table(["layer", "was layer"], layers))
     if record["recover"] != "none":
         print("\n" + boundary_table(record["boundaries"]))
+    if by_rank := rank_table(record["boundaries"]):
+        print("\nerror by rank of the map:\n" + by_rank)
     return record
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from .budget_values import budget_faults
 from .errors import GhostlayersError, unknown_name
-from .operators import operator_names
+from .operators import RANKED, operator_names
 from .selectors import AUTO, AUTO_MIN_WINDOWS, select_names
+from .selectors.own import is_own, own_name_fault
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FITS = ("dense", "sequential")
@@ -55,12 +56,17 @@ class PruneConfig:
         "remove the most layers that leave the repaired model's held-out perplexity within this "
         "multiple of the dense model's, found by bisection, e.g. 1.3",
     )
-    select: str = _option("lorp", "which layers go", choices=select_names)
+    select: str = _option(
+        "lorp", "which layers go; or your own selector as module:function", choices=select_names
+    )
     recover: str = _option("ghost-robust", "how each boundary is repaired", choices=operator_names)
     ridge: float = _option(
         0.0,
         "relative ridge: lambda * trace(gram) / C is added to the diagonal; 0 = minimum norm "
-        "(ghost) or chosen on held-out windows (all others)",
+        "(ghost, replaceme-lstsq) or chosen on held-out windows (ghost-robust, fold, fold+ghost)",
+    )
+    rank: int | None = _option(
+        None, "rank of the map (ghost, ghost-robust), stored as two factors (default: full)"
     )
     fit: str = _option(
         "dense",
@@ -78,6 +84,24 @@ class PruneConfig:
     )
     num_clusters: int | None = _option(
         None, "clusters of lorp (default: 2, 3 or 4, by the Representation Locality Score)"
+    )
+    plus: bool = _option(
+        True,
+        "shortened-taylor and shortened-magnitude keep the first four and the last two layers",
+    )
+    score_windows: int = _option(
+        10,
+        "calibration windows, from the first on, that shortened-ppl, shortened-taylor, greedy-ppl "
+        "and laco read",
+    )
+    score_window: int = _option(128, "tokens that they read from the start of each of these")
+    laco_layers: int = _option(4, "layers that laco collapses into one")
+    laco_interval: int = _option(2, "layers that laco goes down after a merge")
+    laco_range: str | None = _option(
+        None, "layers that laco merges, e.g. 4-27 (both ends included; default: all that may go)"
+    )
+    laco_threshold: float | None = _option(
+        None, "cosine above which laco keeps a merge (default: the highest that fits the budget)"
     )
     protect_first: int = _option(1, "layers at the input side that no selector removes")
     protect_last: int = _option(1, "layers at the output side that no selector removes")
@@ -99,7 +123,7 @@ class PruneConfig:
 
     def __post_init__(self) -> None:
         faults = budget_faults(self)
-        for name in ("num_windows", "batch_size"):
+        for name in ("num_windows", "batch_size", "score_windows", "laco_interval"):
             if getattr(self, name) < 1:
                 faults.append(f"`{name}` is {getattr(self, name)}; allowed: 1 or more")
         if self.select == AUTO and self.layers is None and self.num_windows < AUTO_MIN_WINDOWS:
@@ -112,6 +136,13 @@ class PruneConfig:
                 f"`num_windows` is {self.num_windows}; `max_ppl_ratio` needs "
                 f"{MIN_HELD_OUT_WINDOWS} or more, to hold some out"
             )
+        for name in ("score_window", "laco_layers"):
+            if getattr(self, name) < 2:
+                faults.append(f"`{name}` is {getattr(self, name)}; allowed: 2 or more")
+        if self.laco_threshold is not None and not -1.0 <= self.laco_threshold < 1.0:
+            faults.append(
+                f"`laco_threshold` is {self.laco_threshold}; allowed: -1 or more, below 1"
+            )
         for name in ("protect_first", "protect_last", "seed"):
             if getattr(self, name) < 0:
                 faults.append(f"`{name}` is {getattr(self, name)}; allowed: 0 or more")
@@ -121,12 +152,21 @@ class PruneConfig:
             faults.append(f"`window` is {self.window}; allowed: 2 or more tokens")
         if self.num_clusters is not None and self.num_clusters < 1:
             faults.append(f"`num_clusters` is {self.num_clusters}; allowed: 1 or more")
+        if self.rank is not None and self.rank < 1:
+            faults.append(f"`rank` is {self.rank}; allowed: 1 or more")
+        if self.rank is not None and self.recover not in RANKED:
+            faults.append(
+                f"`rank` is {self.rank} and `recover` is {self.recover}; rank works with "
+                f"{', '.join(RANKED)}"
+            )
         if not 0.0 <= self.ridge < float("inf"):
             faults.append(f"`ridge` is {self.ridge}; allowed: 0 or a positive number")
         for item in fields(self):
             if "choices" in item.metadata:
                 value, allowed = getattr(self, item.name), item.metadata["choices"]()
-                if value not in allowed:
+                if item.name == "select" and is_own(value):
+                    faults += own_name_fault(value)
+                elif value not in allowed:
                     faults.append(str(unknown_name(item.name, value, allowed)).rstrip("."))
         if faults:
             raise GhostlayersError("; ".join(faults) + ".")

@@ -102,18 +102,29 @@ def window_losses(
     ids: torch.Tensor,
     *,
     batch_size: int = 1,
+    targets: torch.Tensor | None = None,
     description: str = "perplexity",
     progress: bool = True,
 ) -> list[float]:
-    """Mean next-token cross-entropy of each of (n, T) windows, in nats; it may not be finite."""
+    """Mean next-token cross-entropy of each of (n, T) windows, in nats; it may not be finite.
+
+    `targets`, (n, T) like `ids`, are the tokens' indices among the logits where these are not those
+    of the whole vocabulary.
+    """
     device, training = input_device(model), model.training
     losses: list[float] = []
     model.eval()
     try:
-        batches = batches_of(ids, batch_size)
-        for part in tqdm(batches, desc=description, disable=None if progress else True):
+        pairs = list(
+            zip(
+                batches_of(ids, batch_size),
+                batches_of(ids if targets is None else targets, batch_size),
+                strict=True,
+            )
+        )
+        for part, wanted in tqdm(pairs, desc=description, disable=None if progress else True):
             logits = model(input_ids=part.to(device), use_cache=False).logits
-            losses += _window_losses(logits, part)
+            losses += _window_losses(logits, wanted)
     finally:
         model.train(training)
     return losses

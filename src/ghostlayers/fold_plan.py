@@ -14,6 +14,7 @@ from .errors import CalibrationError, UnsupportedModelError
 from .feature_moments import gram_bytes
 from .fold_sites import FoldSite, FoldSites, find_fold_sites, layer_before
 from .loading import resolve_device
+from .operators import REPLACING
 from .plan import Boundary, PruningPlan
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def plan_folds(model: PreTrainedModel, plan: PruningPlan, config: PruneConfig) -
     """Find the maps at every boundary and check that the fit has the memory it needs.
 
     Raises:
-        UnsupportedModelError: With `recover` fold, if a boundary has no map to fold into.
+        UnsupportedModelError: With `recover` fold or replaceme-*, if a boundary has no map to
+            fold into.
         CalibrationError: If the Gram matrices do not fit into memory.
     """
     sites: dict[Boundary, FoldSites] = {}
@@ -50,6 +52,10 @@ def plan_folds(model: PreTrainedModel, plan: PruningPlan, config: PruneConfig) -
         try:
             found = find_fold_sites(model, layer_before(boundary))
         except UnsupportedModelError as error:
+            if config.recover in REPLACING:
+                raise UnsupportedModelError(
+                    str(error).replace("`recover` ghost-robust", "`recover` ghost")
+                ) from error
             if config.recover == "fold":
                 raise
             reason = str(error).removesuffix("Use `recover` ghost-robust.").rstrip(" .")
@@ -72,6 +78,8 @@ def _num_features(
     model: PreTrainedModel, boundary: Boundary, found: FoldSites, config: PruneConfig, size: int
 ) -> int:
     layer = decoder_layers(model)[boundary.start - 1]
+    if config.recover in REPLACING:
+        return size
     widths = [map_width(site, layer) for site in chosen_sites(found, config)]
     return sum(widths) if config.recover == "fold" else widths[-1] + size
 
@@ -118,7 +126,7 @@ def check_memory(need: int, device: torch.device, config: PruneConfig) -> None:
         both = config.recover == "fold" and config.fold_maps == "both"
         advice = "Use `fold_maps` mlp" if both else "Use `recover` ghost-robust"
         raise CalibrationError(
-            f"the Gram matrices of `recover` {config.recover} need about {need / 1e9:.1f} GB on "
+            f"the moments of `recover` {config.recover} need about {need / 1e9:.1f} GB on "
             f"{device}, {free / 1e9:.1f} GB are free. {advice} or another `moments_device`."
         )
     if need > ANNOUNCED_BYTES:

@@ -72,9 +72,16 @@ def _what_was_repaired(record: dict[str, Any]) -> list[str]:
             "after `import ghostlayers`. Loaders that would drop them raise an error.",
             "",
         ]
+    if merges := (record.get("selection") or {}).get("merges"):
+        listed = "; ".join(f"{format_layers(m['merged'])} into {m['layer']}" for m in merges)
+        lines += [
+            f"Layers were merged, not only removed (0-based, dense model): {listed}. Nothing was "
+            "added: this is a stock checkpoint.",
+            "",
+        ]
     if folded := any(entry.get("weights") for entry in record["boundaries"]):
         lines += [
-            "Layers before a cut have new weights (refitted in closed form, not trained): the maps "
+            f"Layers before a cut have new weights ({_how(record)}, not trained): the maps "
             "named in `ghostlayers.json`."
             + ("" if operators else " Nothing was added: this is a stock checkpoint."),
             "",
@@ -93,6 +100,11 @@ def _what_was_repaired(record: dict[str, Any]) -> list[str]:
 def _budget_line(record: dict[str, Any]) -> list[str]:
     budget = record.get("budget")
     return [f"- Budget: `{budget['reason']}`"] if budget else []
+
+
+def _how(record: dict[str, Any]) -> str:
+    cosine = record["recover"] == "replaceme-cosine"
+    return "one linear map found by an optimiser" if cosine else "refitted in closed form"
 
 
 def _calibration_line(record: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ Legend: N counted tokens, C hidden size. Hidden states are rows: X (N, C) enters
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -163,7 +163,7 @@ class RobustMoments:
         )
 
 
-MomentsT = TypeVar("MomentsT", BoundaryMoments, RobustMoments)
+MomentsT = TypeVar("MomentsT", bound=Any)
 
 
 @dataclass
@@ -182,7 +182,8 @@ class SplitMoments(Generic[MomentsT]):
     @property
     def total(self) -> MomentsT:
         """Moments of all counted tokens."""
-        return self.fit + self.held_out
+        both: MomentsT = self.fit + self.held_out
+        return both
 
 
 def held_out_windows(num_windows: int) -> list[int]:
@@ -210,6 +211,7 @@ class MomentAccumulator:
             if that device has no float64.
         massive: (N,) bool, the massive tokens in the order of the sweep; with it the moments are
             `RobustMoments`.
+        zeros: Makes the empty moments of a hidden size and a device, if an operator needs others.
     """
 
     def __init__(
@@ -220,6 +222,7 @@ class MomentAccumulator:
         window: int,
         device: torch.device | str | None = None,
         massive: Tensor | None = None,
+        zeros: Callable[..., Any] | None = None,
     ) -> None:
         self.boundaries = tuple(boundaries)
         self.states: Sequence[int] = tuple(
@@ -229,13 +232,13 @@ class MomentAccumulator:
         self.window = window
         self.device = device
         self.massive = massive
+        self.zeros = zeros or (BoundaryMoments if massive is None else RobustMoments).zeros
         self.seen = 0
         self.moments: dict[Boundary, SplitMoments[Any]] = {}
 
     def update(self, states: Mapping[int, Tensor], rows: TokenRows) -> None:
         """Add one batch; see `sweep.Accumulator`."""
         held_out = held_out_mask(rows, self.num_windows, self.window)
-        kind: Any = BoundaryMoments if self.massive is None else RobustMoments
         massive = None if self.massive is None else self.massive[self.seen :][: len(held_out)]
         self.seen += len(held_out)
         for boundary in self.boundaries:
@@ -244,8 +247,8 @@ class MomentAccumulator:
                 device = self.device or ("cpu" if x.device.type == "mps" else x.device)
                 self.moments[boundary] = SplitMoments(
                     boundary,
-                    kind.zeros(x.shape[1], device),
-                    kind.zeros(x.shape[1], device),
+                    self.zeros(x.shape[1], device),
+                    self.zeros(x.shape[1], device),
                 )
             moments, mask = self.moments[boundary], held_out.to(x.device)
             rows_of = [x, y.to(x.device)] + ([] if massive is None else [massive.to(x.device)])

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .boundary_record import boundary_entries
-from .budget_choice import choose_for_budget
 from .budgets import budget_record, size_budget
 from .calibration import Windows, resolve_window, sampled_windows, text_windows
 from .config import PruneConfig
@@ -22,15 +21,16 @@ from .decoder import num_decoder_layers, remove_layers_, text_config
 from .errors import CalibrationError, PlanError
 from .layer_fields import protected_layers
 from .model_checks import check_attachable, check_cache, check_causal, check_reloadable
+from .model_selection import change_layers_, check_model_selector, needs_windows
 from .model_sizes import structure
-from .operators import ATTACHING, NO_OPERATOR, OperatorFit
+from .operators import ATTACHING, NO_OPERATOR, OperatorFit, check_size
 from .plan import Boundary, PruningPlan, check_num_remove, parse_layers, removable_layers
-from .quantized import check_quantized
+from .pruning_run import PruningRun
+from .quantized import check_quantized, is_quantized
 from .records import FORMAT_VERSION, versions
-from .recovery import Recovery, prepare_recovery, recover_
+from .recovery import Recovery
 from .scores import CALIBRATION_SETTINGS, Scores, windows_of_run
 from .selection import Selection
-from .steps import cut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -112,8 +112,12 @@ def resolve_plan(config: PruneConfig, model_config: Any) -> PruningPlan | None:
     Raises:
         PlanError: If the layers or the budget do not fit the depth.
         UnsupportedModelError: If the config has no depth.
+        GhostlayersError: If the selector does not go with the other settings, or is a user's own
+            and cannot be imported; if the operator does not exist for the hidden size.
     """
     depth = num_decoder_layers(model_config)
+    if config.recover != NO_OPERATOR:
+        check_size(config.recover, config.rank, text_config(model_config).hidden_size)
     if config.layers is not None:
         return PruningPlan(depth, parse_layers(config.layers, depth))
     allowed = allowed_layers(config, model_config)
@@ -124,6 +128,7 @@ def resolve_plan(config: PruneConfig, model_config: Any) -> PruningPlan | None:
             f"none of the {depth} layers may be removed. Protect fewer layers, or name the layers "
             "with `layers`."
         )
+    check_model_selector(config, depth, allowed, quantized=is_quantized(model_config))
     return None
 
 
@@ -195,45 +200,35 @@ def prune(
     budget = size_budget(config, model, text_config(model.config).hidden_size, source=source)
     if budget is not None:
         budget.fewest(allowed_layers(config, model.config))
-    chosen, pruned, folds = None, None, None
+    run = PruningRun(
+        model,
+        config,
+        allowed_layers(config, model.config),
+        None if scores is None else scores.measured,
+        progress,
+    )
     if plan is not None:
-        massive = None if scores is None else scores.measured.massive
-        chosen, pruned = Selection(plan, massive=massive), cut(model, plan)
-        folds = prepare_recovery(model, plan, config)
+        run.cut_(plan)
     if isinstance(windows, torch.Tensor):
         windows = Windows(windows, "windows given in", bos_per_window=False)
-    if windows is not None or plan is None or config.recover != NO_OPERATOR:
+    if windows is not None or needs_windows(config):
 
         def made() -> Windows:
             return calibration_windows(model, tokenizer, config, progress=progress)
 
         windows = windows_of_run(config, model.config, windows, scores, stored=stored, made=made)
     ids = torch.empty(0, 0, dtype=torch.long) if windows is None else windows.ids
-    found = None
-    if chosen is None or pruned is None:
-        measured = None if scores is None else scores.measured
-        allowed = allowed_layers(config, model.config)
-        chosen, found = choose_for_budget(
-            model, ids, config, allowed=allowed, measured=measured, budget=budget, progress=progress
-        )
-        pruned = cut(model, chosen.plan) if found is None else found.pruned
-    plan = chosen.plan
-    if found is not None:
-        recovery = found.recovery
-    else:
-        recovery = recover_(
-            pruned, model, plan, config, ids, chosen.massive, folds=folds, progress=progress
-        )
-    probes = () if found is None else found.probes
-    spent = budget_record(config, plan, model, pruned, budget=budget, probes=probes)
+    chosen, pruned, recovery, probes = run.repaired(ids, budget)
+    changed = change_layers_(pruned, chosen.plan, chosen.weights)
+    spent = budget_record(config, chosen.plan, model, pruned, budget=budget, probes=probes)
     return PruneResult(
         model=pruned,
-        plan=plan,
+        plan=chosen.plan,
         fits=recovery.used,
         record=_record(config, chosen, recovery, windows, spent, scores),
         tokenizer=tokenizer,
-        warnings=recovery.warnings,
-        changed=recovery.changed,
+        warnings=(*chosen.warnings, *recovery.warnings),
+        changed=recovery.changed | changed,
     )
 
 
@@ -270,6 +265,7 @@ def _record(
         "scores": None if scores is None else scores.record(),
         "rls": None if chosen.similarity is None else chosen.similarity.rls,
         "search": chosen.search,
+        "selection": chosen.selection,
         "calibration": None if windows is None else windows.record(),
         "seed": config.seed,
         "config": config.to_dict(),

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from .boundary_runs import RULE_WINDOWS, BoundaryBatch, BoundaryRuns, repaired_student
+from .channel_moments import moments_maker
 from .fold_plan import FoldPlan, moments_device, plan_folds
 from .folding import fit_fold_boundary, fit_fold_ghost_boundary
 from .guard import MIN_WINDOWS, Verdict, judge_repairs
 from .moments import MomentAccumulator, SplitMoments
-from .operators import FOLDING, GUARDED, NO_OPERATOR, ROBUST, OperatorFit
+from .operators import FOLDING, GUARDED, NO_OPERATOR, REPLACING, ROBUST, OperatorFit
 from .plan import Boundary, PruningPlan
 from .repairs import apply_repairs_, is_tested, with_parts_of, without_held_out
+from .replacing import fit_replaceme_boundary
 from .steps import (
     collect_moments,
     find_massive_tokens,
@@ -186,6 +188,8 @@ class _Fitter:
         boundary = runs.boundary
         if boundary in self.folds.sites:
             sites = self.folds.sites[boundary]
+            if self.config.recover in REPLACING:
+                return fit_replaceme_boundary(runs, sites.mlp, self.config)
             if self.config.recover == "fold":
                 return fit_fold_boundary(runs, sites, self.config)
             assert self.massive is not None
@@ -198,6 +202,7 @@ class _Fitter:
             window=self.ids.shape[1],
             device=self._device(),
             massive=self.massive,
+            zeros=moments_maker(self.config.recover),
         )
 
         def add(batch: BoundaryBatch) -> None:
@@ -215,6 +220,7 @@ class _Fitter:
             self.model,
             batches,
             boundaries,
+            operator=self.config.recover,
             massive=self.massive,
             device=self._device(),
             progress=self.progress,
@@ -236,6 +242,7 @@ class _Fitter:
             ridge=0.0 if folding else self.config.ridge,
             dtype=self.model.dtype,
             sinks=rule,
+            rank=self.config.rank,
         )
 
     def _device(self) -> torch.device | None:

@@ -42,7 +42,7 @@ SWAPS = 6
 MAX_MOMENTS_BYTES = 4 * 2**30
 RULE_WINDOWS = 8
 # Operators that can stand at any boundary by themselves; any other is scored as ROBUST_OPERATOR.
-BOUNDARY_OPERATORS = ("ghost", "ghost-robust")
+BOUNDARY_OPERATORS = ("ghost", "ghost-robust", "linearpatch-diag", "linearpatch-rotate")
 ROBUST_OPERATOR = "ghost-robust"
 
 
@@ -189,7 +189,12 @@ class _Judge:
         for first in range(0, len(missing), count):
             group = missing[first : first + count]
             moments = collect_moments(
-                self.model, batches, group, massive=self.massive, progress=self.progress
+                self.model,
+                batches,
+                group,
+                operator=self.operator,
+                massive=self.massive,
+                progress=self.progress,
             )
             rules = self._sink_rules(moments)
             for boundary in group:
@@ -199,6 +204,8 @@ class _Judge:
                     ridge=self.config.ridge if self.operator == self.config.recover else 0.0,
                     dtype=self.model.dtype,
                     sinks=rules.get(boundary),
+                    rank=self.config.rank,
+                    by_rank=False,
                 )
                 part = {name: tensor.cpu() for name, tensor in fit.fit_part.items()}
                 self.fits[boundary] = OperatorFit(fit.name, part, {}, spec=fit.spec)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .decoder import decoder_layers
+from .model_selection import choose_by_model
 from .operators import ROBUST
 from .plan import PruningPlan
 from .search import needs_massive, search_layers
-from .selectors import AUTO, SelectionContext
+from .selectors import AUTO, SELECTORS, SelectionContext
 from .similarity import Similarity
 from .steps import measure_similarity, select_layers
 from .sweep import batches_of
@@ -29,15 +30,21 @@ class Selection:
 
     Attributes:
         plan: The layers.
-        similarity: Of the dense model; None if the layers were given.
+        similarity: Of the dense model; None if nothing read it.
         massive: (N,) bool, the massive tokens in the order of the sweep, if an operator asks.
         search: JSON values of the search; None with another selector.
+        selection: JSON values of a selector that runs the model; None with another one.
+        weights: New weights of kept layers, by dense layer and path inside it.
+        warnings: What the user should know, one line each.
     """
 
     plan: PruningPlan
     similarity: Similarity | None = None
     massive: torch.Tensor | None = None
     search: dict[str, Any] | None = None
+    selection: dict[str, Any] | None = None
+    weights: Mapping[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,11 @@ class Measured:
 
     similarity: Similarity
     massive: torch.Tensor | None = None
+
+
+def reads_similarity(config: PruneConfig) -> bool:
+    """Say whether the selector reads the first sweep."""
+    return config.select in (*SELECTORS, AUTO)
 
 
 def wants_massive(config: PruneConfig) -> bool:
@@ -81,7 +93,7 @@ def choose_layers(
     measured: Measured | None = None,
     progress: bool = True,
 ) -> Selection:
-    """Choose the layers to remove, after the first sweep.
+    """Choose the layers to remove; run the first sweep if the selector reads it.
 
     Args:
         model: The dense model.
@@ -98,6 +110,19 @@ def choose_layers(
         PlanError: If the selector has no answer for this budget.
         CalibrationError: If there are too few windows for a search, or a state is not finite.
     """
+    if not reads_similarity(config):
+        similarity = None if measured is None else measured.similarity
+        choice, similarity = choose_by_model(
+            model, ids, config, allowed=allowed, similarity=similarity, progress=progress
+        )
+        return Selection(
+            PruningPlan(len(decoder_layers(model)), choice.removed),
+            similarity,
+            None if measured is None else measured.massive,
+            selection=choice.record,
+            weights=choice.weights,
+            warnings=choice.warnings,
+        )
     if measured is None:
         measured = measure(model, ids, config, progress=progress)
     similarity, budget = measured.similarity, int(config.num_remove or 0)

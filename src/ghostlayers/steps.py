@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .channel_moments import moments_maker
 from .decoder import decoder_layers, decoder_path, remove_layers_, share_tensors
 from .errors import CalibrationError, UnsupportedModelError
 from .model_checks import check_cache
 from .modeling_ghostlayers import attach_operators_ as attach_zero_operators_
 from .moments import MomentAccumulator, RobustMoments, SplitMoments
-from .operators import OperatorFit, get_operator
+from .operators import RANKED, OperatorFit, get_operator
 from .plan import Boundary, PruningPlan, check_num_remove, removable_layers
 from .selectors import SelectionContext, get_selector
 from .similarity import Similarity, SimilarityAccumulator
@@ -28,6 +29,9 @@ from .token_classes import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+# Linear maps of a `GhostOperator` by the names of a fit's tensors.
+MAPS = {"m": "map.weight", "down": "down.weight", "up": "up.weight"}
 
 
 def measure_similarity(
@@ -106,6 +110,7 @@ def collect_moments(
     batches: Sequence[Batch],
     boundaries: Sequence[Boundary],
     *,
+    operator: str = "ghost",
     massive: torch.Tensor | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
@@ -118,12 +123,14 @@ def collect_moments(
         model: The dense model.
         batches: As for `measure_similarity`; a sequence, since its length decides the split.
         boundaries: Boundaries to measure.
+        operator: Method that will be fitted from them.
         massive: From `find_massive_tokens`; the moments are then robust ones.
         device: Where to keep the moments; None keeps them where the states are.
         progress: Show a progress bar when standard error is a terminal.
 
     Returns:
-        Moments by boundary: XᵀX and XᵀΔ are (C, C) float64.
+        Moments by boundary: XᵀX and XᵀΔ are (C, C) float64. With `linearpatch-*`
+        sums of |XH| and |YH| as well.
 
     Raises:
         CalibrationError: If no token is counted or a state is not finite.
@@ -137,6 +144,7 @@ def collect_moments(
         window=max(part.shape[1] for part in ids),
         device=device,
         massive=massive,
+        zeros=moments_maker(operator),
     )
     prefix = prefix_model(model, max(boundary.stop for boundary in boundaries))
     sweep(prefix, batches, [accumulator], description="moments", progress=progress)
@@ -218,6 +226,8 @@ def fit_operator(
     ridge: float = 0.0,
     dtype: torch.dtype = torch.float64,
     sinks: SinkRule | None = None,
+    rank: int | None = None,
+    by_rank: bool = True,
 ) -> OperatorFit:
     """Fit one operator from a boundary's moments.
 
@@ -227,12 +237,16 @@ def fit_operator(
         ridge: Relative ridge.
         dtype: Dtype in which the operator will be stored; the errors are those after rounding.
         sinks: From `fit_sink_rules`; read by robust operators.
+        rank: Rank of the map, for the operators in `RANKED`; None is full rank.
+        by_rank: Whether these report their error at other ranks: one more eigenproblem.
 
     Returns:
         The fit.
     """
-    rule = {} if sinks is None else {"sinks": sinks}
-    return get_operator(operator)(moments, ridge=ridge, dtype=dtype, **rule)
+    given: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
+    if operator in RANKED:
+        given |= {"rank": rank, "by_rank": by_rank}
+    return get_operator(operator)(moments, ridge=ridge, dtype=dtype, **given)
 
 
 def attach_operators_(
@@ -263,7 +277,7 @@ def set_operator_(operator: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
     """Copy a fit's tensors into a `GhostOperator`."""
     parameters = dict(operator.named_parameters())
     for name, tensor in tensors.items():
-        if name == "m":  # nn.Linear stores the transpose
-            parameters["map.weight"].copy_(tensor.T)
+        if name in MAPS:  # nn.Linear stores the transpose
+            parameters[MAPS[name]].copy_(tensor.T)
         else:
             parameters[name].copy_(tensor)

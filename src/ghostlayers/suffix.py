@@ -68,8 +68,8 @@ def first_state(plan: PruningPlan) -> int:
 
 
 @contextmanager
-def _fed(layer: nn.Module, state: Tensor) -> Iterator[None]:
-    """Let a decoder layer read a given (B, T, C) state instead of what the model hands to it."""
+def fed(layer: nn.Module, state: Tensor) -> Iterator[None]:
+    """Let a layer, or the head, read a given (B, T, C) state instead of what the model hands it."""
 
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args[0] if args else kwargs["hidden_states"]
@@ -198,7 +198,7 @@ class SuffixScorer:
         ids = self.ids[:1, :PROBE_TOKENS].to(input_device(pruned))
         with evaluating(pruned):
             wanted = pruned(input_ids=ids, use_cache=False).logits.float()
-        feeding = _fed(decoder_layers(model)[0], state[:1, :PROBE_TOKENS])
+        feeding = fed(decoder_layers(model)[0], state[:1, :PROBE_TOKENS])
         try:
             with evaluating(model), feeding:
                 found = model(input_ids=ids, use_cache=False).logits.float()
@@ -207,9 +207,13 @@ class SuffixScorer:
         tolerance = (0.5 if pruned.dtype in LOW_PRECISION else 0.01) * float(wanted.std())
         return bool((found - wanted).abs().max() <= tolerance)
 
-    def losses(self, suffix: Suffix) -> list[float]:
-        """Mean cross-entropy of a pruned model on each window, in nats; it may not be finite."""
-        batches = batches_of(self.ids, self.batch_size)
+    def losses(self, suffix: Suffix, targets: Tensor | None = None) -> list[float]:
+        """Mean cross-entropy of a pruned model on each window, in nats; it may not be finite.
+
+        Args:
+            suffix: The model.
+            targets: (n, T), see `window_losses`.
+        """
         states: Sequence[Tensor] | None = None
         if suffix.start is not None:
             states = self.states[suffix.start]
@@ -218,14 +222,21 @@ class SuffixScorer:
                 suffix.model,
                 self.ids,
                 batch_size=self.batch_size,
+                targets=targets,
                 description=self.description,
                 progress=self.progress,
             )
         first, losses = decoder_layers(suffix.model)[0], list[float]()
+        batches = batches_of(self.ids, self.batch_size)
+        wanted = batches if targets is None else batches_of(targets, self.batch_size)
         bar = tqdm(batches, desc=self.description, disable=None if self.progress else True)
-        for part, state in zip(bar, states, strict=True):
-            with _fed(first, state):
+        for part, target, state in zip(bar, wanted, states, strict=True):
+            with fed(first, state):
                 losses += window_losses(
-                    suffix.model, part, batch_size=self.batch_size, progress=False
+                    suffix.model,
+                    part,
+                    batch_size=self.batch_size,
+                    targets=target,
+                    progress=False,
                 )
         return losses

@@ -69,6 +69,23 @@ def boundary_table(boundaries: Sequence[dict[str, Any]]) -> str:
     return render_table(header, rows)
 
 
+def rank_table(boundaries: Sequence[dict[str, Any]]) -> str:
+    """Lay out the error against the rank of the map, held-out where there is such a part.
+
+    Returns:
+        One column per boundary; empty if no fit was measured by rank.
+    """
+    columns = {}
+    for entry in boundaries:
+        fit = {**(entry.get("guard") or {}).get("fit", {}), **entry}
+        errors = fit.get("held_out_error_by_rank") or fit.get("error_by_rank")
+        if errors:
+            columns[f"[{entry['start']}, {entry['stop']})"] = errors
+    ranks = list(next(iter(columns.values()), {}))
+    rows = [[rank, *(_number(errors[rank]) for errors in columns.values())] for rank in ranks]
+    return render_table(["rank", *columns], rows) if rows else ""
+
+
 def search_table(search: dict[str, Any]) -> str:
     """Lay out the candidates of a search, the best first: those of selectors always, some swaps."""
     rows, hidden = [], 0

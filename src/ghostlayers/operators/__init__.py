@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..errors import unknown_name
+from ..errors import GhostlayersError, unknown_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +21,10 @@ NO_OPERATOR = "none"
 OPERATORS: dict[str, str] = {
     "ghost": "ghost:fit_ghost",
     "ghost-robust": "ghost_robust:fit_ghost_robust",
+    "linearpatch-diag": "linearpatch:fit_linearpatch",
+    "linearpatch-rotate": "linearpatch:fit_linearpatch",
+    "replaceme-lstsq": "replaceme:fit_lstsq",
+    "replaceme-cosine": "replaceme:fit_cosine",
     "fold": "fold:fit_fold",
     "fold+ghost": "fold_ghost:fit_fold_ghost",
 }
@@ -28,9 +32,14 @@ OPERATORS: dict[str, str] = {
 ROBUST = ("ghost-robust", "fold+ghost")
 # Methods that change weights of the layer before a cut, that attach a module, and that are kept
 # only as far as the guard finds them to help.
-FOLDING = ("fold", "fold+ghost")
-ATTACHING = ("ghost", "ghost-robust", "fold+ghost")
+FOLDING = ("fold", "fold+ghost", "replaceme-lstsq", "replaceme-cosine")
+ATTACHING = ("ghost", "ghost-robust", "fold+ghost", "linearpatch-diag", "linearpatch-rotate")
 GUARDED = ("ghost-robust", "fold", "fold+ghost")
+# Methods that transform the MLP output of the layer before a cut; they are neither guarded nor
+# exchanged for another one where that is not possible.
+REPLACING = ("replaceme-lstsq", "replaceme-cosine")
+# Operators that may be of lower rank.
+RANKED = ("ghost", "ghost-robust")
 
 
 @dataclass(frozen=True)
@@ -40,8 +49,8 @@ class OperatorFit:
     Attributes:
         name: Method, as in `OPERATORS`.
         tensors: Parameters by name; empty if nothing is attached. `m` is (C, C) in the row
-            convention: the operator is x + xM. (`nn.Linear` stores the transpose.) The others are
-            named as in `GhostOperator`.
+            convention: the operator is x + xM, or x + x·`down`·`up` with (C, r) and (r, C).
+            (`nn.Linear` stores the transpose.) The others are named as in `GhostOperator`.
         diagnostics: JSON values: N, C, relative errors before and after on calibration and on
             held-out windows, and what the method adds.
         warnings: One line each; shown to the user and stored.
@@ -59,6 +68,23 @@ class OperatorFit:
     fit_part: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     weights_part: dict[str, Tensor] = field(default_factory=dict)
+
+
+def check_size(operator: str, rank: int | None, hidden_size: int) -> None:
+    """Check, before any weight is loaded, that an operator exists for a hidden size.
+
+    Raises:
+        GhostlayersError: If there is no Hadamard matrix of this order, or the rank exceeds it.
+    """
+    if operator == "linearpatch-rotate":
+        from ..hadamard import check_hadamard
+
+        check_hadamard(hidden_size)
+    if rank is not None and rank > hidden_size:
+        raise GhostlayersError(
+            f"`rank` is {rank} and the model's hidden size is {hidden_size}. Allowed: 1 to "
+            f"{hidden_size}."
+        )
 
 
 OperatorFitter = Callable[..., OperatorFit]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..moments import BoundaryMoments, SplitMoments
 from . import OperatorFit
+from .low_rank import RankedMap, dense_map
 
 # Eigenvalues below CUTOFF · C · machine epsilon · the largest one count as zero.
 CUTOFF = 1.0
@@ -99,7 +100,12 @@ def fit_errors(moments: SplitMoments, m: Tensor, m_fit_part: Tensor | None) -> d
 
 
 def fit_ghost(
-    moments: SplitMoments, *, ridge: float = 0.0, dtype: torch.dtype = torch.float64
+    moments: SplitMoments[BoundaryMoments],
+    *,
+    ridge: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+    rank: int | None = None,
+    by_rank: bool = True,
 ) -> OperatorFit:
     """Fit the operator of Ghosted Layers (paper, equation 5) on all counted tokens.
 
@@ -108,18 +114,21 @@ def fit_ghost(
         ridge: Relative ridge λ; 0 gives the minimum-norm solution X⁺Δ.
         dtype: Dtype in which the operator will be stored. M is rounded to it here, so that the
             errors reported are those of the operator that a reload gives.
+        rank: Rank of M; None is full rank.
+        by_rank: Whether to report the error at other ranks.
 
     Returns:
-        The fit; `tensors["m"]` is (C, C) of that dtype.
+        The fit; `tensors["m"]` is (C, C) of that dtype, or `down` (C, r) and `up` (r, C).
     """
-    total = moments.total
+    total, part = moments.total, None
     solution = solve_ridge(total.gram, total.cross, ridge)
-    stored = solution.m.to(dtype)
-    fit_part = None
     if moments.fit.num_tokens and moments.held_out.num_tokens:
-        fit_part = solve_ridge(moments.fit.gram, moments.fit.cross, ridge).m.to(dtype)
-    diagnostics = fit_errors(moments, stored, fit_part)
-    diagnostics |= {
+        part = solve_ridge(moments.fit.gram, moments.fit.cross, ridge).m
+    stored = store_map(
+        moments, solution.m, part, ridge=ridge, rank=rank, dtype=dtype, by_rank=by_rank
+    )
+    diagnostics = {
+        **stored.diagnostics,
         "ridge": ridge,
         "rank": solution.rank,
         "condition": solution.condition,
@@ -128,11 +137,80 @@ def fit_ghost(
     }
     return OperatorFit(
         name="ghost",
-        tensors={"m": stored},
+        tensors=stored.tensors,
         diagnostics=diagnostics,
-        fit_part={} if fit_part is None else {"m": fit_part},
+        spec=stored.spec,
+        fit_part=stored.fit_part,
         warnings=tuple(fit_warnings(moments, diagnostics, total)),
     )
+
+
+@dataclass(frozen=True)
+class StoredMap:
+    """A fitted map as it is stored.
+
+    Attributes:
+        tensors: Of the final map.
+        fit_part: Of the map fitted without the held-out windows; empty if there are none.
+        spec: What the module needs to know: its rank.
+        diagnostics: JSON values: errors, also by rank.
+    """
+
+    tensors: dict[str, Tensor]
+    fit_part: dict[str, Tensor]
+    spec: dict[str, int]
+    diagnostics: dict[str, object]
+
+
+def store_map(
+    moments: SplitMoments[BoundaryMoments],
+    m: Tensor,
+    part: Tensor | None,
+    *,
+    ridge: float,
+    rank: int | None,
+    dtype: torch.dtype,
+    by_rank: bool,
+) -> StoredMap:
+    """Reduce a fitted map to its rank, round it and measure what is stored.
+
+    Args:
+        moments: Moments of the boundary.
+        m: (C, C) float64, full-rank solution on all tokens.
+        part: The same without the held-out windows; None if there are none.
+        ridge: λ of both.
+        rank: Rank to store; None is full rank.
+        dtype: Dtype to store.
+        by_rank: Whether to report the error at other ranks.
+    """
+    total = moments.total
+    tensors, errors = _reduced(m, total, total, ridge, rank, dtype, by_rank)
+    fit_part, held_out_errors = dict[str, Tensor](), None
+    if part is not None:
+        fit_part, held_out_errors = _reduced(
+            part, moments.fit, moments.held_out, ridge, rank, dtype, by_rank
+        )
+    diagnostics = fit_errors(moments, dense_map(tensors), dense_map(fit_part) if fit_part else None)
+    diagnostics["map_rank"] = rank or len(m)
+    if by_rank:
+        diagnostics |= {"error_by_rank": errors, "held_out_error_by_rank": held_out_errors}
+    return StoredMap(tensors, fit_part, {} if rank is None else {"rank": rank}, diagnostics)
+
+
+def _reduced(
+    m: Tensor,
+    fit: BoundaryMoments,
+    scored: BoundaryMoments,
+    ridge: float,
+    rank: int | None,
+    dtype: torch.dtype,
+    by_rank: bool,
+) -> tuple[dict[str, Tensor], dict[str, float] | None]:
+    """Return a map fitted on some tokens as it is stored, and its errors by rank on others."""
+    if rank is None and not by_rank:
+        return {"m": m.to(dtype)}, None
+    ranked = RankedMap.of(m, fit.gram, ridge)
+    return ranked.tensors(rank, dtype), ranked.errors(scored) if by_rank else None
 
 
 def fit_warnings(

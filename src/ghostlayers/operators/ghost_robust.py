@@ -18,7 +18,7 @@ from torch import Tensor
 from ..moments import BoundaryMoments, RobustMoments, SplitMoments
 from ..token_classes import SinkRule
 from . import OperatorFit
-from .ghost import antisymmetric_share, fit_errors, fit_warnings, solve_ridge
+from .ghost import antisymmetric_share, fit_warnings, solve_ridge, store_map
 
 RIDGES = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 TOLERANCE = 1.02
@@ -71,6 +71,8 @@ def fit_ghost_robust(
     ridge: float = 0.0,
     dtype: torch.dtype = torch.float64,
     sinks: SinkRule | None = None,
+    rank: int | None = None,
+    by_rank: bool = True,
 ) -> OperatorFit:
     """Fit the operator on ordinary tokens and the constant shift of massive ones.
 
@@ -80,9 +82,12 @@ def fit_ghost_robust(
         dtype: Dtype in which the operator will be stored; the errors are those after rounding.
         sinks: How massive tokens are known at inference; None, or a rule that does not separate
             the classes, counts them as ordinary.
+        rank: Rank of M; None is full rank.
+        by_rank: Whether to report the error at other ranks.
 
     Returns:
-        The fit: `m` (C, C); with massive tokens `shift` (C,) and `sink_direction` (C,).
+        The fit: `m` (C, C), or `down` (C, r) and `up` (r, C); with massive tokens
+        `shift` (C,) and `sink_direction` (C,).
     """
     parts = moments.fit, moments.held_out
     num_massive = len(moments.total.massive_states()[0])
@@ -96,26 +101,27 @@ def fit_ghost_robust(
             ridge, part, tried = choose_ridge(split.fit, split.held_out)
         else:
             part = solve_ridge(split.fit.gram, split.fit.cross, ridge).m
-        part = part.to(dtype)
     total = split.total
     solution = solve_ridge(total.gram, total.cross, ridge)
-    tensors, spec = {"m": solution.m.to(dtype)}, {}
-    fit_part = {} if part is None else {"m": part}
+    stored = store_map(
+        split, solution.m, part, ridge=ridge, rank=rank, dtype=dtype, by_rank=by_rank
+    )
+    tensors, fit_part, spec = stored.tensors, stored.fit_part, dict[str, Any](stored.spec)
     shift, shift_part = mean_shift(parts[0] + parts[1], dtype), mean_shift(parts[0], dtype)
     if shift is not None and sinks is not None:
-        spec = {"sink_cosine": sinks.cosine}
+        spec |= {"sink_cosine": sinks.cosine}
         both = {"shift": shift, "sink_direction": sinks.direction.to(shift.device)}
         tensors |= both
         fit_part |= both if shift_part is None else {**both, "shift": shift_part}
-    diagnostics = fit_errors(split, tensors["m"], part)
-    diagnostics |= {
+    diagnostics = {
+        **stored.diagnostics,
         "ridge": ridge,
         "ridge_errors": {f"{value:g}": error for value, error in tried.items()},
         "rank": solution.rank,
         "condition": solution.condition,
         "frobenius_norm": float(solution.m.norm()),
         "antisymmetric_share": antisymmetric_share(solution.m),
-        **sink_record(num_massive, sinks, used=bool(spec)),
+        **sink_record(num_massive, sinks, used="sink_cosine" in spec),
     }
     return OperatorFit(
         name="ghost-robust",

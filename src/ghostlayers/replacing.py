@@ -1,0 +1,190 @@
+"""ReplaceMe at one boundary: collect the MLP's output, fit T, merge it into the MLP's last map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .boundary_runs import BoundaryBatch, BoundaryRuns
+from .decoder import decoder_layers, text_config
+from .errors import CalibrationError
+from .feature_moments import FeatureMoments
+from .fold_plan import check_memory, moments_device
+from .fold_sites import FoldSite
+from .operators import OperatorFit
+from .operators.replaceme import TokenStates, TransformFit, fit_cosine, fit_lstsq
+
+if TYPE_CHECKING:
+    from .config import PruneConfig
+
+# `replaceme-cosine` keeps the states of so many tokens, drawn with the seed, in at most MAX_BYTES.
+MAX_TOKENS = 65536
+MAX_BYTES = 2 * 2**30
+BYTES_PER_NUMBER = 3 * 4  # m, x − m and y in float32
+
+
+def transformed_map(layer: torch.nn.Module, site: FoldSite, t: Tensor) -> dict[str, Tensor]:
+    """Merge a transform of a map's output into its weight and its bias.
+
+    Args:
+        layer: The decoder layer.
+        site: The map z ↦ zA + b.
+        t: (C, C) float64, T.
+
+    Returns:
+        The weight of z ↦ zAT + bT as it is stored, and its bias if there is one, by path inside
+        the layer; in their own dtype.
+    """
+    weight = layer.get_parameter(site.weight).detach()
+    a = site.stored(weight.to(t.device, torch.float64))
+    merged = {site.weight: site.stored(a @ t).to(weight.dtype)}
+    bias = getattr(site.module(layer), "bias", None)
+    if bias is not None:
+        merged[f"{site.path}.bias"] = (bias.detach().to(t.device, torch.float64) @ t).to(bias.dtype)
+    return merged
+
+
+def fit_replaceme_boundary(
+    runs: BoundaryRuns, site: FoldSite, config: PruneConfig
+) -> tuple[OperatorFit, ...]:
+    """Fit and merge the transform of the MLP output before one boundary.
+
+    Args:
+        runs: Runs up to the boundary.
+        site: The MLP's output map in the layer before it.
+        config: `recover`, `ridge`, `seed` and `moments_device` are read.
+
+    Returns:
+        One fit. Its errors are those of T, before the merged weights are rounded to their dtype.
+
+    Raises:
+        CalibrationError: If the states that the cosine needs do not fit into memory.
+    """
+    layer = decoder_layers(runs.dense)[runs.boundary.start - 1]
+    device = moments_device(runs.dense, config)
+    parts, tokens = _collect(runs, site, config, device)
+    fit, held_out = parts
+    total = FeatureMoments.zeros(len(fit.gram), len(fit.gram), device).add_(fit).add_(held_out)
+    if tokens is None:
+        found = fit_lstsq(fit, held_out, total, ridge=config.ridge)
+    else:
+        found = fit_cosine(*tokens)
+    diagnostics = {
+        **_errors(total, held_out, found),
+        **found.diagnostics,
+        "frobenius_norm": float(found.t.norm()),
+    }
+    weights = transformed_map(layer, site, found.t)
+    return (
+        OperatorFit(
+            name=config.recover,
+            tensors={},
+            diagnostics={**diagnostics, "maps": [site.path]},
+            warnings=_warnings(runs, diagnostics),
+            weights=weights,
+            weights_part={} if found.t_part is None else transformed_map(layer, site, found.t_part),
+        ),
+    )
+
+
+def kept_tokens(num_tokens: int, size: int, seed: int) -> Tensor:
+    """Draw the tokens whose states are kept; (n,) int64 in ascending order."""
+    count = min(num_tokens, MAX_TOKENS, max(1, MAX_BYTES // (BYTES_PER_NUMBER * size)))
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randperm(num_tokens, generator=draw)[:count].sort().values
+
+
+def _collect(
+    runs: BoundaryRuns, site: FoldSite, config: PruneConfig, device: torch.device
+) -> tuple[tuple[FeatureMoments, FeatureMoments], tuple[TokenStates, TokenStates] | None]:
+    """Run once: moments of m against Δ, split; for the cosine the states of some tokens as well."""
+    size = int(text_config(runs.dense.config).hidden_size)
+    parts = FeatureMoments.zeros(size, size, device), FeatureMoments.zeros(size, size, device)
+    keeps = config.recover == "replaceme-cosine"
+    chosen = torch.zeros(runs.ids.numel(), dtype=torch.bool)
+    if keeps:
+        kept = kept_tokens(runs.ids.numel(), size, config.seed)
+        check_memory(BYTES_PER_NUMBER * size * len(kept), device, config)
+        chosen[kept] = True
+    states: tuple[list[TokenStates], list[TokenStates]] = ([], [])
+    output, seen = _output_map(runs, site, device), 0
+
+    def add(batch: BoundaryBatch) -> None:
+        nonlocal seen
+        m = output(batch.inputs[site.path].to(device, torch.float64))
+        x, y = (state.to(device, torch.float64) for state in (batch.x, batch.y))
+        wanted = chosen[seen : seen + len(x)].to(device)
+        seen += len(x)
+        held_out = batch.held_out.to(device)
+        for moments, kept_states, mask in zip(parts, states, (~held_out, held_out), strict=True):
+            if mask.any():
+                moments.add(m[mask], (y - x)[mask], y[mask])
+            if keeps:
+                rows = [part[mask & wanted].float() for part in (m, x - m, y)]
+                kept_states.append(TokenStates(*rows))
+
+    runs.run(add, [site.path])
+    if not seen:
+        raise CalibrationError("no calibration tokens: give at least one window of text.")
+    if not keeps:
+        return parts, None
+    return parts, (_joined(states[0]), _joined(states[1]))
+
+
+def _output_map(
+    runs: BoundaryRuns, site: FoldSite, device: torch.device
+) -> Callable[[Tensor], Tensor]:
+    """Return what makes m (N, C) float64, which is added to the residual stream, of the input."""
+    layer = decoder_layers(runs.dense)[runs.boundary.start - 1]
+    a = site.stored(layer.get_parameter(site.weight).detach().to(device, torch.float64))
+    bias = getattr(site.module(layer), "bias", None)
+    shift = 0.0 if bias is None else bias.detach().to(device, torch.float64)
+
+    def output(z: Tensor) -> Tensor:
+        return site.scale * (z @ a + shift)
+
+    return output
+
+
+def _joined(parts: list[TokenStates]) -> TokenStates:
+    columns = zip(*((part.m, part.rest, part.y) for part in parts), strict=True)
+    return TokenStates(*(torch.cat(column) for column in columns))
+
+
+def _errors(total: FeatureMoments, held_out: FeatureMoments, found: TransformFit) -> dict[str, Any]:
+    """Return JSON values: relative errors ‖x − m + mT − y‖/‖y‖ before and after."""
+
+    def after(moments: FeatureMoments, t: Tensor | None) -> float | None:
+        return None if t is None else moments.relative_error(t - torch.eye(len(t)).to(t))
+
+    part = found.t_part
+    return {
+        "num_tokens": total.num_tokens,
+        "hidden_size": len(total.gram),
+        "error_before": total.relative_error(),
+        "error_after": after(total, found.t),
+        "held_out_tokens": held_out.num_tokens,
+        "held_out_error_before": None if part is None else held_out.relative_error(),
+        "held_out_error_after": after(held_out, part),
+    }
+
+
+def _warnings(runs: BoundaryRuns, diagnostics: dict[str, Any]) -> tuple[str, ...]:
+    tokens, size = diagnostics["num_tokens"], diagnostics["hidden_size"]
+    found = []
+    if tokens < size:
+        found.append(
+            f"boundary {runs.boundary}: {tokens} calibration tokens for hidden size {size}: the "
+            f"transform is not determined. Use at least {4 * size} tokens."
+        )
+    name = "cosine_distance" if "cosine_distance_after" in diagnostics else "error"
+    before, after = (diagnostics[f"held_out_{name}_{key}"] for key in ("before", "after"))
+    if before is not None and after >= before:
+        found.append(
+            f"boundary {runs.boundary}: on held-out windows the transform is no better than none "
+            f"({after:.4f} against {before:.4f}). Use more windows or `recover` ghost-robust."
+        )
+    return tuple(found)
