@@ -167,6 +167,7 @@ def test_scattered_cut_of_a_gguf_model(measured, tmp_path):
     result = gl.prune(
         dense,
         layers="2,8-9,14",
+        recover="ghost",
         windows=gl.Windows(calibration.ids[:8], calibration.source, calibration.bos_per_window),
     )
     if measured.reference["bos_per_window"]:
