@@ -130,7 +130,8 @@ def test_pruned_and_recovered_perplexity(measured):
         plan = measured.plans[entry["selector"]]
         pruned = gl.remove_layers_(gl.share_tensors(measured.model), plan.removed)
         cut_like_the_reference(measured.model, pruned)
-        assert measured.perplexity(pruned) == pytest.approx(entry["none_ppl"], rel=1e-3)
+        if len(plan.boundaries) == 1:  # scattered cuts without operator: the identity oracle
+            assert measured.perplexity(pruned) == pytest.approx(entry["none_ppl"], rel=1e-3)
         fits = {b: fit_operator(measured.moments[b], dtype=torch.float32) for b in plan.boundaries}
         expected = entry.get("ghost_per_run") or entry["ghost"]
         if "frobenius_M" in expected:
