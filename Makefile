@@ -53,9 +53,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A process per core; the tests of one real model stay in one process.
+# A process per core; the tests of a file stay together, since they share what they measure.
 test: lint
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 architectures: $(VENV)/.dev
 	cd tests && ../$(BIN)/python architectures.py --check

@@ -14,7 +14,6 @@ from packaging.version import Version
 torch.set_num_threads(1)  # tiny models do not gain from more
 
 ROOT = Path(__file__).parents[1]
-REAL_MODELS = ("smollm2", "gemma3")
 SHARED = Path(os.environ.get("GHOSTLAYERS_SHARED", ROOT.parent / "shared"))
 
 
@@ -25,12 +24,8 @@ def needs_transformers(oldest: str, reason: str) -> pytest.MarkDecorator:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the long tests; those of one real model share a process and its measurements."""
+    """Start with the long tests, so that no process ends with one."""
     items.sort(key=lambda item: item.get_closest_marker("real_model") is None)
-    for item in items:
-        if item.get_closest_marker("real_model") is not None:
-            model = next((name for name in REAL_MODELS if name in item.name), "real")
-            item.add_marker(pytest.mark.xdist_group(model))
 
 
 @pytest.fixture(scope="session")

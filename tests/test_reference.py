@@ -155,6 +155,8 @@ def test_linearpatch(measured):
         for key in ("scale_mean", "scale_min", "scale_max"):
             found = fits[name].diagnostics[key]
             assert found == pytest.approx(expected[name][key], rel=1e-6)
+    if not smollm2:
+        return
     pruned = gl.remove_layers_(gl.share_tensors(measured.model), plan.removed)
     cut_like_the_reference(measured.model, pruned)
     patched = gl.attach_operators_(pruned, plan, {plan.boundaries[0]: fits[name]})
