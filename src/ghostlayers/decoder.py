@@ -140,6 +140,21 @@ def share_tensors(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
+def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy modules and config; parameters are new, frozen, and share the storage of the old.
+
+    Gradients and `requires_grad` of the copy are its own. It is in evaluation mode.
+    """
+    from torch import nn
+
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+    copied: PreTrainedModel = copy.deepcopy(model, memo)
+    copied.eval()
+    return copied
+
+
 def pruned_config(config: Any, plan: PruningPlan) -> Any:
     """Return a copy of a config as it must read after the plan's removal.
 

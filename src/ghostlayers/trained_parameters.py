@@ -6,7 +6,6 @@ parameters are float32 copies of their own, whatever the model's dtype.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .changed_weights import change_weights_, layers_prefix
-from .decoder import share_tensors
+from .decoder import frozen_copy, share_tensors
 from .errors import GhostlayersError, RequirementError, UnsupportedModelError
 from .finetune_config import FinetuneConfig
 from .modeling_ghostlayers import GhostOperator
@@ -120,16 +119,6 @@ class WorkingCopy:
             net = net.merge_and_unload(safe_merge=True)
         names = [*self.operators, *(f"{path}.weight" for path in self.maps)]
         return {name: net.get_parameter(name).detach() for name in names}
-
-
-def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy modules and config; parameters are new, frozen, and share the storage of the old."""
-    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
-    copied: PreTrainedModel = copy.deepcopy(model, memo)
-    copied.eval()
-    return copied
 
 
 def working_copy(model: PreTrainedModel, config: FinetuneConfig, *, autocast: bool) -> WorkingCopy:

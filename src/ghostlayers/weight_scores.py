@@ -7,7 +7,6 @@ norm weights as well).
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .decoder import check_ids, decoder_layers, input_device
+from .decoder import check_ids, decoder_layers, frozen_copy, input_device
 from .errors import CalibrationError, UnsupportedModelError
 from .sweep import batches_of
 
@@ -95,7 +94,7 @@ def taylor_scores(
     sizes = {k: 4 * sum(p.numel() for p in weight_matrices(model, k)) for k in layers}
     limit = math.inf if len(batches) == 1 else max_sums_bytes
     groups = list(_groups(sizes, limit))
-    twin = _with_own_gradients(model)
+    twin = frozen_copy(model)
     scores: dict[int, float] = {}
     bar = tqdm(total=len(groups) * len(batches), desc="taylor", disable=None if progress else True)
     with bar:
@@ -119,16 +118,6 @@ def _groups(sizes: dict[int, int], limit: float) -> Iterator[list[int]]:
         group.append(layer)
     if group:
         yield group
-
-
-def _with_own_gradients(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy a model; parameters are new ones on the same storage, so gradients are its own."""
-    memo: dict[int, Tensor] = {id(buffer): buffer for buffer in model.buffers()}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
-    twin: PreTrainedModel = copy.deepcopy(model, memo)
-    twin.eval()
-    return twin
 
 
 class _Salience:
