@@ -19,6 +19,7 @@ from ghostlayers.plan import PruningPlan
 from ghostlayers.suffix import SuffixScorer
 from ghostlayers.weight_scores import taylor_scores
 from oracles import random_ids, tiny_model
+from tiny_checkpoints import tiny_tokenizer
 
 IDS = random_ids(6, 24, seed=5)
 KINDS = ["llama", "gpt2", "gemma2", "qwen3_moe", "gpt_neox", "opt"]
@@ -359,3 +360,20 @@ def test_operators_can_follow():
     )
     assert result.record["boundaries"][0]["start"] == result.record["removed"][0]
     assert result.record["calibration"]["windows"] == 8
+
+
+def test_a_budget_by_perplexity_calibrates_whatever_the_selector():
+    """The selector reads no window, the budget does."""
+    result = gl.prune(
+        tiny_model(),
+        tiny_tokenizer(),
+        max_ppl_ratio=1e6,
+        select="shortened-magnitude",
+        recover="none",
+        plus=False,
+        num_windows=4,
+        window=16,
+        progress=False,
+    )
+    assert len(result.plan.removed) == 6
+    assert result.record["calibration"]["windows"] == 4

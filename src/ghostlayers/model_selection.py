@@ -36,7 +36,7 @@ PLUS_LAST = 2
 
 def needs_windows(config: PruneConfig) -> bool:
     """Whether a run reads calibration windows at all."""
-    if config.recover != NO_OPERATOR:
+    if config.recover != NO_OPERATOR or config.max_ppl_ratio is not None:
         return True
     return config.layers is None and config.select not in WITHOUT_WINDOWS
 
