@@ -21,7 +21,7 @@ from .plan import Boundary, PruningPlan
 from .repairs import apply_repairs_
 from .steps import fit_sink_rules, prefix_model
 from .sweep import Captured, TokenRows, batches_of, progress_bar, stream
-from .token_classes import SinkRule
+from .token_classes import SinkRule, rule_sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -158,13 +158,13 @@ class BoundaryRuns:
     ) -> SinkRule | None:
         """Find the direction that tells massive tokens at this boundary; see `fit_sink_rules`."""
         student = self.changed(weights or {})
-        some = slice(None, None, max(1, len(self.ids) // RULE_WINDOWS))
+        ids, sample = rule_sample(self.ids, massive, RULE_WINDOWS)
         place = Boundary(student.layer + 1, student.layer + 2)
         rules = fit_sink_rules(
             student.model,
-            batches_of(self.ids[some], self.batch_size),
+            batches_of(ids, self.batch_size),
             {place: moments},
-            massive.view(len(self.ids), -1)[some].flatten(),
+            sample,
             progress=self.progress,
         )
         return rules.get(place)

@@ -23,7 +23,7 @@ from .steps import (
     fit_sink_rules,
 )
 from .sweep import batches_of
-from .token_classes import SinkRule
+from .token_classes import SinkRule, rule_sample
 
 if TYPE_CHECKING:
     import torch
@@ -227,9 +227,8 @@ class _Fitter:
         )
         rules: dict[Boundary, SinkRule] = {}
         if self.massive is not None:
-            some = slice(None, None, max(1, len(self.ids) // RULE_WINDOWS))
-            sample = self.massive.view(len(self.ids), -1)[some].flatten()
-            batches = batches_of(self.ids[some], self.config.batch_size)
+            ids, sample = rule_sample(self.ids, self.massive, RULE_WINDOWS)
+            batches = batches_of(ids, self.config.batch_size)
             rules = fit_sink_rules(self.model, batches, moments, sample, progress=self.progress)
         return {b: (self._operator(moments.pop(b), rules.get(b)),) for b in boundaries}
 

@@ -30,7 +30,7 @@ from .selectors import AUTO_MIN_WINDOWS, SelectionContext
 from .steps import collect_moments, cut, fit_operator, fit_sink_rules
 from .suffix import SuffixScorer, first_state
 from .sweep import batches_of
-from .token_classes import SinkRule
+from .token_classes import SinkRule, rule_sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -213,9 +213,8 @@ class _Judge:
     def _sink_rules(self, moments: dict[Boundary, Any]) -> dict[Boundary, SinkRule]:
         if self.massive is None:
             return {}
-        some = slice(None, None, max(1, len(self.ids) // RULE_WINDOWS))
-        batches = batches_of(self.ids[some], self.config.batch_size)
-        sample = self.massive.view(len(self.ids), -1)[some].flatten()
+        ids, sample = rule_sample(self.ids, self.massive, RULE_WINDOWS)
+        batches = batches_of(ids, self.config.batch_size)
         return fit_sink_rules(self.model, batches, moments, sample, progress=self.progress)
 
 

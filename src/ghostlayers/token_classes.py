@@ -86,6 +86,21 @@ def above_the_gap(norms: Tensor) -> Tensor:
     return norms.double() > (top[widest] * top[widest + 1]).sqrt()
 
 
+def rule_sample(ids: Tensor, massive: Tensor, num_windows: int) -> tuple[Tensor, Tensor]:
+    """Take the windows on which a rule's threshold is placed, evenly spread.
+
+    Args:
+        ids: (n, T) windows.
+        massive: (n·T,) bool.
+        num_windows: About how many of them.
+
+    Returns:
+        The windows, and which of their tokens are massive.
+    """
+    every = max(1, len(ids) // num_windows)
+    return ids[::every], massive.view(len(ids), -1)[::every].flatten()
+
+
 @dataclass(frozen=True)
 class SinkRule:
     """Tells massive tokens by direction: massive if u·x/‖x‖ > cosine. It knows no position.
