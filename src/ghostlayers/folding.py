@@ -36,6 +36,7 @@ def fit_fold_boundary(
 
     The attention map is solved for jointly with the MLP map and kept alone; a second run with the
     changed attention map recomputes what enters the MLP map, which is refitted to what is left.
+    A third run does so behind the attention map fitted without the held-out windows.
 
     Args:
         runs: Runs up to the boundary.
@@ -69,11 +70,15 @@ def fit_fold_boundary(
     old = layer.get_parameter(attention.weight)
     changed = {attention.weight: rounded_weight(old, attention.stored(d))[0]}
     changed_part = {}
-    if part is not None:
+    again: tuple[Tensor | None, float, dict[float, float]] | None = None
+    if part is not None:  # a run of its own: what the guard tests must not know held-out windows
         changed_part = {attention.weight: rounded_weight(old, attention.stored(part))[0]}
-    fit, held_out = _fold_moments(runs, [mlp], changed, device)
-    again = fit_fold(fit, held_out, ridge=config.ridge)
-    total = fit.add_(held_out)
+        fit, held_out = _fold_moments(runs, [mlp], changed_part, device)
+        again = fit_fold(fit, held_out, ridge=config.ridge)
+    fit, rest = _fold_moments(runs, [mlp], changed, device)
+    if again is None:
+        held_out, again = rest, fit_fold(fit, rest, ridge=config.ridge)
+    total = fit.add_(rest)
     both = _fold_fit("fold", mlp, weight, total, again, before, held_out)
     both.diagnostics["attention"] = fold_record(joint[1], joint[2])
     return (_with(both, changed, changed_part, warnings), _with(simple, {}, {}, warnings))
