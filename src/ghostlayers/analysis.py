@@ -12,6 +12,8 @@ from .decoder import input_device, num_decoder_layers, text_config
 from .errors import CalibrationError, PlanError
 from .model_checks import check_causal, check_reloadable
 from .pipeline import allowed_layers, calibration_windows
+from .rank_errors import checked_cuts
+from .rank_errors import rank_errors as measure_rank_errors
 from .records import versions
 from .recoverability import Recoverability, RecoverabilityAccumulator
 from .scores import Scores
@@ -42,6 +44,7 @@ class Analysis:
         recoverability: Errors of every contiguous cut before and after a linear repair; None if
             there are too few tokens.
         scores: What `prune` needs of it to run no first sweep.
+        rank_errors: Error against rank at the cuts that were asked for, see `rank_errors`.
     """
 
     similarity: Similarity
@@ -50,6 +53,7 @@ class Analysis:
     windows: Windows
     recoverability: Recoverability | None
     scores: Scores
+    rank_errors: tuple[dict[str, Any], ...] = ()
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Write the scores to a safetensors file; see `load_scores` and `Scores.save`."""
@@ -75,6 +79,7 @@ class Analysis:
             "block_influence": self.similarity.block_influence,
             "selections": self.selections,
             "recoverability": self.recoverability and self.recoverability.to_dict(),
+            "rank_errors": list(self.rank_errors),
             "calibration": self.windows.record(),
             "versions": versions(),
         }
@@ -86,6 +91,7 @@ def analyze(
     config: PruneConfig | None = None,
     *,
     windows: Windows | torch.Tensor | None = None,
+    rank_errors: str | Sequence[str] = (),
     progress: bool = True,
     **settings: Any,
 ) -> Analysis:
@@ -96,6 +102,8 @@ def analyze(
         tokenizer: Its tokenizer; needed unless `windows` are given.
         config: Settings; or give them as keyword arguments. The budget is not used.
         windows: Calibration windows, (n, T) int64 ids.
+        rank_errors: Cuts at which `ghost` is fitted at every rank, as layer lists (`12-18,21` are
+            two cuts); one more sweep for all of them.
         progress: Show progress bars when standard error is a terminal.
         **settings: Fields of `PruneConfig`.
 
@@ -105,12 +113,14 @@ def analyze(
     Raises:
         UnsupportedModelError: If the model is no decoder-only LM.
         CalibrationError: If there is no text, or a hidden state is not finite.
+        PlanError: If `rank_errors` names layers that the model does not have.
     """
     import torch
 
     config = config or PruneConfig(**{"num_remove": 1, **settings})
     check_reloadable(model)
     check_causal(model)
+    cuts = checked_cuts(rank_errors, model.config)
     if windows is None:
         if tokenizer is None:
             raise CalibrationError("`tokenizer` is None. Give the model's tokenizer or `windows`.")
@@ -129,6 +139,9 @@ def analyze(
     similarity = measure_similarity(model, batches, also=[probe], progress=progress)
     measured = Measured(similarity, probe.norms.massive())
     found = probe.result(allowed, device=input_device(model), progress=progress)
+    by_rank = measure_rank_errors(
+        model, windows.ids, cuts, batch_size=config.batch_size, progress=progress
+    )
     return Analysis(
         similarity=similarity,
         num_clusters=config.num_clusters or num_clusters_for(similarity.rls),
@@ -136,6 +149,7 @@ def analyze(
         windows=windows,
         recoverability=found,
         scores=Scores.of(model, config, windows, measured, found),
+        rank_errors=tuple(by_rank),
     )
 
 

@@ -115,6 +115,14 @@ def build_parser() -> argparse.ArgumentParser:
     added["analyze"].add_argument(
         "--force", action="store_true", help="replace the file of --save if it exists"
     )
+    added["analyze"].add_argument(
+        "--rank-errors",
+        metavar="LAYERS",
+        action="append",
+        default=[],
+        help="also fit ghost at these cuts (12-18,21 are two; may be repeated) and show its error "
+        "by rank: what prune --rank would cost",
+    )
     _add_config_flags(added["analyze"], ANALYZE_FIELDS)
 
     added["prune"].add_argument("model", metavar="MODEL", help=model_help)

@@ -8,6 +8,7 @@ from .config import PruneConfig
 from .decoder import num_decoder_layers, text_config
 from .operators import FOLDING, NO_OPERATOR
 from .records import versions
+from .rotation import rotation_name
 from .tables import render_table
 
 
@@ -39,6 +40,8 @@ def describe_run(
             "known once the model is loaded" if folding else f"{moments / 1e6:.1f} MB (float64)",
         ],
     ]
+    if config.recover == "linearpatch-rotate":
+        rows.append(["rotation", rotation_name(size)])
     table = render_table(["setting", "value"], rows)
     text = f"{table}\n\ndry run: nothing was loaded or written"
     return text, {
