@@ -32,9 +32,7 @@ def test_errors_are_those_that_prune_reaches():
     cuts = [(entry["start"], entry["stop"]) for entry in found.rank_errors]
     assert cuts == [(2, 4), (6, 7), (2, 3)]
     for rank in (1, 8):
-        result = gl.prune(
-            dense.double(), layers="2-3", recover="ghost", rank=rank, windows=WINDOWS
-        )
+        result = gl.prune(dense.double(), layers="2-3", recover="ghost", rank=rank, windows=WINDOWS)
         reached = result.record["boundaries"][0]
         errors = found.rank_errors[0]
         assert reached["error_after"] == pytest.approx(errors["error_by_rank"][str(rank)], rel=1e-4)
@@ -64,7 +62,7 @@ def test_nothing_is_measured_unless_asked(work, run, tmp_path):
     assert json.loads((tmp_path / "a.json").read_text())["rank_errors"] == []
 
 
-@pytest.mark.parametrize(("layers", "part"), [("8", "8"), ("3-", "3-"), ("0-7", "7")])
-def test_wrong_cuts_are_refused_before_weights_are_loaded(work, refuse, tmp_path, layers, part):
+@pytest.mark.parametrize("layers", ["8", "3-", "0-7"])
+def test_wrong_cuts_are_refused_before_weights_are_loaded(work, refuse, tmp_path, layers):
     line = refuse(tmp_path, "analyze", work / "m", "--rank-errors", layers)
-    assert part in line
+    assert f"`rank_errors` {layers!r}: " in line

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .decoder import num_decoder_layers
+from .errors import PlanError
 from .plan import Boundary, PruningPlan, parse_layers
 from .steps import collect_moments, fit_operator
 from .sweep import batches_of
@@ -17,14 +18,23 @@ if TYPE_CHECKING:
 OPERATOR = "ghost"
 
 
-def cuts_of(texts: Sequence[str], depth: int) -> list[Boundary]:
+def checked_cuts(given: str | Sequence[str], model_config: Any) -> list[Boundary]:
     """List the contiguous cuts that layer lists such as `12-18,21` consist of, each once.
+
+    Args:
+        given: One list or several.
+        model_config: The model's config; no weight is needed.
 
     Raises:
         PlanError: If a list is malformed, or does not fit the depth.
     """
-    plans = [PruningPlan(depth, parse_layers(text, depth)) for text in texts]
-    return list(dict.fromkeys(boundary for plan in plans for boundary in plan.boundaries))
+    depth, cuts = num_decoder_layers(model_config), list[Boundary]()
+    for text in [given] if isinstance(given, str) else given:
+        try:
+            cuts += PruningPlan(depth, parse_layers(text, depth)).boundaries
+        except PlanError as error:
+            raise PlanError(f"`rank_errors` {text!r}: {error}") from error
+    return list(dict.fromkeys(cuts))
 
 
 def rank_errors(
@@ -65,17 +75,3 @@ def rank_errors(
         }
         for cut in cuts
     ]
-
-
-def layer_lists(given: str | Sequence[str]) -> list[str]:
-    """Return one or several layer lists as a list of them."""
-    return [given] if isinstance(given, str) else list(given)
-
-
-def checked_cuts(given: str | Sequence[str], model_config: Any) -> list[Boundary]:
-    """Read layer lists against a model's config, before any weight is loaded.
-
-    Raises:
-        PlanError: If a list is malformed, or does not fit the depth.
-    """
-    return cuts_of(layer_lists(given), num_decoder_layers(model_config))
