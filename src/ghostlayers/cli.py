@@ -154,13 +154,14 @@ def _add_eval(parser: argparse.ArgumentParser, model_help: str) -> None:
         "paths",
         nargs="+",
         metavar="PATH",
-        help=f"{model_help}; the first is the baseline of the others",
+        help=f"{model_help}; the first is the baseline of the others (before an output of prune "
+        "the dense model that it names is put)",
     )
     parser.add_argument(
         "--perplexity",
         metavar="SRC",
-        help="text to score; sources as for --calibration of prune (default: wikitext2, unless "
-        "--tasks or --speed is given)",
+        help="texts to score, split by commas; sources as for --calibration of prune (default: "
+        "wikitext2, unless --tasks or --speed is given)",
     )
     parser.add_argument("--window", type=int, help="tokens per window (default: 2048, or ...)")
     parser.add_argument("--num-windows", type=int, help="windows scored (default: all)")
