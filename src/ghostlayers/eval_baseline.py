@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def with_dense(sources: Sequence[ModelSource]) -> list[ModelSource]:
 
     Returns:
         The same, after the source that the first one's record names. If that cannot be found,
-        the same alone, and a line on stderr says what to do.
+        the same alone, and a warning says what to do.
     """
     first = sources[0].folder
     if sources[0].gguf or not (first / RECORD_FILE).is_file():
@@ -27,10 +27,10 @@ def with_dense(sources: Sequence[ModelSource]) -> list[ModelSource]:
     try:
         dense = locate(_recorded(first))
     except CheckpointError as error:
-        print(
-            f"ghostlayers: warning: no dense baseline: {error} Ratios are to {sources[0].name}; "
-            "give the dense model as the first PATH.",
-            file=sys.stderr,
+        warnings.warn(
+            f"no dense baseline: {error} Ratios are to {sources[0].name}; give the dense model as "
+            "the first PATH.",
+            stacklevel=2,
         )
         return list(sources)
     return [dense, *(source for source in sources if _place(source) != _place(dense))]
