@@ -127,18 +127,9 @@ def analyze(
         windows = calibration_windows(model, tokenizer, config, progress=progress)
     if isinstance(windows, torch.Tensor):
         windows = Windows(windows, "windows given in", bos_per_window=False)
-    batches = batches_of(windows.ids, config.batch_size)
     allowed = allowed_layers(config, model.config)
-    probe = RecoverabilityAccumulator(
-        num_decoder_layers(model.config),
-        text_config(model.config).hidden_size,
-        num_windows=windows.ids.shape[0],
-        window=windows.ids.shape[1],
-        seed=config.seed,
-    )
-    similarity = measure_similarity(model, batches, also=[probe], progress=progress)
-    measured = Measured(similarity, probe.norms.massive())
-    found = probe.result(allowed, device=input_device(model), progress=progress)
+    measured, found = _sweep(model, windows.ids, config, allowed, progress)
+    similarity = measured.similarity
     by_rank = measure_rank_errors(
         model, windows.ids, cuts, batch_size=config.batch_size, progress=progress
     )
@@ -151,6 +142,27 @@ def analyze(
         scores=Scores.of(model, config, windows, measured, found),
         rank_errors=tuple(by_rank),
     )
+
+
+def _sweep(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    config: PruneConfig,
+    allowed: Sequence[int],
+    progress: bool,
+) -> tuple[Measured, Recoverability | None]:
+    """Run the first sweep; it keeps states of some tokens to see what a linear map repairs."""
+    probe = RecoverabilityAccumulator(
+        num_decoder_layers(model.config),
+        text_config(model.config).hidden_size,
+        num_windows=ids.shape[0],
+        window=ids.shape[1],
+        seed=config.seed,
+    )
+    batches = batches_of(ids, config.batch_size)
+    similarity = measure_similarity(model, batches, also=[probe], progress=progress)
+    found = probe.result(allowed, device=input_device(model), progress=progress)
+    return Measured(similarity, probe.norms.massive()), found
 
 
 def _selections(

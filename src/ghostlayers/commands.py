@@ -143,7 +143,8 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     window = resolve_window(config.window, model_config)
     if args.dry_run:
         num_remove = config.num_remove if plan is None else len(plan.removed)
-        text, value = describe_run(config, model_config, window, num_remove)
+        allowed = allowed_layers(config, model_config)
+        text, value = describe_run(config, model_config, window, num_remove, allowed)
         print(text)
         return value
     tokenizer = load_tokenizer(source)
