@@ -73,6 +73,7 @@ class Analysis:
         """Return JSON values under the documented keys."""
         return {
             "similarity": self.similarity.matrix,
+            "cosine_over": self.scores.settings["cosine_over"],
             "rls": self.similarity.rls,
             "locality": self.locality,
             "num_clusters": self.num_clusters,
@@ -160,7 +161,9 @@ def _sweep(
         seed=config.seed,
     )
     batches = batches_of(ids, config.batch_size)
-    similarity = measure_similarity(model, batches, also=[probe], progress=progress)
+    similarity = measure_similarity(
+        model, batches, also=[probe], over=config.cosine_over, progress=progress
+    )
     found = probe.result(allowed, device=input_device(model), progress=progress)
     return Measured(similarity, probe.norms.massive()), found
 

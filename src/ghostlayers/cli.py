@@ -36,6 +36,7 @@ EXAMPLES = """examples:
 """
 ANALYZE_FIELDS = (
     "num_clusters",
+    "cosine_over",
     "protect_first",
     "protect_last",
     "calibration",

@@ -12,6 +12,7 @@ from .selectors import AUTO, AUTO_MIN_WINDOWS, select_names
 from .selectors.own import is_own, own_name_fault
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+COSINES = ("channels", "sequence")
 FITS = ("dense", "sequential")
 FOLD_MAPS = ("both", "mlp")
 # `max_ppl_ratio` measures on every fourth window.
@@ -121,6 +122,13 @@ class PruneConfig:
     )
     laco_threshold: float | None = _option(
         None, "cosine above which laco keeps a merge (default: the highest that fits the budget)"
+    )
+    cosine_over: str = _option(
+        "channels",
+        "what cosines of hidden states are taken over: the channels of a token, as the papers "
+        "define it, or the tokens of a channel, as published code does (to compare with its "
+        "tables only)",
+        choices=lambda: COSINES,
     )
     protect_first: int = _option(1, "layers at the input side that no selector removes")
     protect_last: int = _option(1, "layers at the output side that no selector removes")

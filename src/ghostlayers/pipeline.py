@@ -240,6 +240,7 @@ def _check_model(model: PreTrainedModel, config: PruneConfig, scores: Scores | N
     check_causal(model)
     check_cache(model, what="the dense model")
     if scores is not None:
+        scores.check_settings(config)
         scores.check_model(model)
 
 
