@@ -76,6 +76,9 @@ def test_the_dense_model_is_the_baseline_of_what_was_made_of_it(work, pruned, ru
     expected = [work / "m", pruned] + ([work / "bos"] if order == "first" else [])
     assert [found["path"] for found in results] == list(map(str, expected))
     assert results[0]["ratio"] == 1.0 != results[1]["ratio"]
+    assert run("eval", *paths, "--no-dense", *flags)[0] == 0
+    results = json.loads((tmp_path / "e.json").read_text())["results"]
+    assert [found["path"] for found in results] == list(map(str, paths))
 
 
 def test_a_dense_model_that_is_gone_is_said(work, pruned, run, tmp_path):

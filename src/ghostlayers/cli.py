@@ -165,6 +165,11 @@ def _add_eval(parser: argparse.ArgumentParser, model_help: str) -> None:
         "the dense model that it names is put)",
     )
     parser.add_argument(
+        "--no-dense",
+        action="store_true",
+        help="measure the PATHs alone, also where the first is an output of prune",
+    )
+    parser.add_argument(
         "--perplexity",
         metavar="SRC",
         help="texts to score, split by commas; sources as for --calibration of prune (default: "

@@ -49,7 +49,9 @@ def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, An
     from .eval_baseline import with_dense
     from .loading import load_config, locate
 
-    sources = with_dense([locate(path) for path in args.paths])
+    sources = [locate(path) for path in args.paths]
+    if not args.no_dense:
+        sources = with_dense(sources)
     configs = [load_config(source) for source in sources]
     window = min(resolve_window(args.window, each) for each in configs)
     speed = _speed_settings(args, configs) if args.speed else None
