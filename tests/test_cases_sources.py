@@ -1,4 +1,4 @@
-"""CASES 2, 19, 24, 25 and 44: where a model or a text comes from, and what is read off it."""
+"""CASES 2, 19, 24, 25, 29 and 44: where a model or a text comes from, and what it becomes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 
 import ghostlayers as gl
 from families import tiny_model as family_model
+from ghostlayers.decoder import decoder_layers
 from ghostlayers.loading import load_config, load_model, locate
 from ghostlayers.text_sources import SHORT_NAMES
 from oracles import identity_reference, logits, random_ids, reload, step_error, tiny_model
@@ -135,3 +138,33 @@ def test_datasets_are_read_without_scripts_and_their_commit_is_kept(monkeypatch,
     assert asked and all(path.count("/") == 1 for path, _ in asked)
     assert not any("trust_remote_code" in keywords for _, keywords in asked)
     assert found.record()["revision"] == commit
+
+
+@pytest.mark.parametrize("recover", ["ghost", "none"])
+def test_the_config_alone_builds_the_model(tmp_path, recover):
+    """CASES 29: depth and operators come from the config, inside the base model; no keywords."""
+    result = gl.prune(tiny_model(), layers="3-4,7", recover=recover, windows=WINDOWS, ridge=1e-2)
+    gl.save_pruned(result, tmp_path / "out")
+    loaded = reload(tmp_path / "out")
+    built = AutoModelForCausalLM.from_config(loaded.config).eval()
+    assert type(built) is type(loaded) and len(decoder_layers(built)) == 5
+    operators = [name for name, _ in built.base_model.named_parameters() if ".ghost_" in name]
+    assert len(operators) == (2 if recover == "ghost" else 0)
+    built.load_state_dict(loaded.state_dict(), strict=True)
+    assert torch.equal(logits(built, IDS), logits(result.model, IDS))
+
+
+@pytest.mark.parametrize("recover", ["none", "ghost"])
+def test_no_tensor_is_of_a_layer_that_is_gone(tmp_path, recover):
+    """CASES 29: neither in a shard nor in the index."""
+    result = gl.prune(tiny_model(), layers="3-4,7", recover=recover, windows=WINDOWS, ridge=1e-2)
+    gl.save_pruned(result, tmp_path / "out", max_shard_bytes=150_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(shards) > 2
+    for shard in shards:
+        with safe_open(str(shard), "pt") as file:
+            listed = [key for key, name in index["weight_map"].items() if name == shard.name]
+            assert sorted(file.keys()) == sorted(listed)
+    layers = {int(key.split(".")[2]) for key in index["weight_map"] if ".layers." in key}
+    assert layers == set(range(5))
