@@ -134,12 +134,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="scores from analyze --save: no first sweep; calibration settings that are not given "
         "are those of the scores",
     )
-    added["prune"].add_argument(
-        "--like",
-        metavar="PATH",
-        help="settings from a checkpoint of prune, or its ghostlayers.json; the same model and "
-        "text give the same checkpoint, else nothing is written. Settings given count instead",
-    )
     _add_config_flags(added["prune"])
     added["prune"].add_argument("--force", action="store_true", help="replace OUT if it exists")
     added["prune"].add_argument(

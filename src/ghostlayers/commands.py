@@ -15,7 +15,6 @@ from typing import Any
 from .config import PruneConfig
 from .errors import CheckpointError
 from .finetune_command import finetune_rows
-from .like import settings_like
 from .plan import format_layers
 from .records import has_operators, plain, read_record, write_json
 from .tables import bar, boundary_table, heat_map, rank_table, render_table, search_table
@@ -107,9 +106,6 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
 
 def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     """Prune a model and write the checkpoint."""
-    like = None
-    if args.like is not None:
-        settings, like = settings_like(args.like, settings)
     scores, given = None, settings
     if args.scores is not None:
         from .scores_file import load_scores
@@ -162,8 +158,6 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     else:
         model = load_model(source, dtype=config.dtype, device=config.device)
         result = prune(model, tokenizer, scores=scores, source=source, **given)
-    if like is not None:
-        like.check(result.record)
     for line in result.warnings:
         print(f"ghostlayers: warning: {line}", file=sys.stderr)
     save_pruned(result, out, source=source, dtype=config.dtype, force=args.force)
