@@ -36,6 +36,7 @@ EXAMPLES = """examples:
 """
 ANALYZE_FIELDS = (
     "num_clusters",
+    "cosine_over",
     "protect_first",
     "protect_last",
     "calibration",
@@ -115,6 +116,14 @@ def build_parser() -> argparse.ArgumentParser:
     added["analyze"].add_argument(
         "--force", action="store_true", help="replace the file of --save if it exists"
     )
+    added["analyze"].add_argument(
+        "--rank-errors",
+        metavar="LAYERS",
+        action="append",
+        default=[],
+        help="also fit ghost at these cuts (12-18,21 are two; may be repeated) and show its error "
+        "by rank: what prune --rank would cost",
+    )
     _add_config_flags(added["analyze"], ANALYZE_FIELDS)
 
     added["prune"].add_argument("model", metavar="MODEL", help=model_help)
@@ -146,13 +155,19 @@ def _add_eval(parser: argparse.ArgumentParser, model_help: str) -> None:
         "paths",
         nargs="+",
         metavar="PATH",
-        help=f"{model_help}; the first is the baseline of the others",
+        help=f"{model_help}; the first is the baseline of the others (before an output of prune "
+        "the dense model that it names is put)",
+    )
+    parser.add_argument(
+        "--no-dense",
+        action="store_true",
+        help="measure the PATHs alone, also where the first is an output of prune",
     )
     parser.add_argument(
         "--perplexity",
         metavar="SRC",
-        help="text to score; sources as for --calibration of prune (default: wikitext2, unless "
-        "--tasks or --speed is given)",
+        help="texts to score, split by commas; sources as for --calibration of prune (default: "
+        "wikitext2, unless --tasks or --speed is given)",
     )
     parser.add_argument("--window", type=int, help="tokens per window (default: 2048, or ...)")
     parser.add_argument("--num-windows", type=int, help="windows scored (default: all)")

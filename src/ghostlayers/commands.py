@@ -62,6 +62,7 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     from .calibration import resolve_window
     from .decoder import num_decoder_layers
     from .loading import load_config, load_model, load_tokenizer, locate
+    from .rank_errors import checked_cuts
     from .scores_file import check_scores_target
 
     if args.save is not None:
@@ -70,9 +71,10 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     model_config = load_config(source)
     num_decoder_layers(model_config)
     resolve_window(config.window, model_config)
+    checked_cuts(args.rank_errors, model_config)
     tokenizer = load_tokenizer(source)
     model = load_model(source, dtype=config.dtype, device=config.device)
-    analysis = analyze(model, tokenizer, config)
+    analysis = analyze(model, tokenizer, config, rank_errors=args.rank_errors)
     if args.save is not None:
         analysis.save(args.save, force=args.force)
     similarity, windows = analysis.similarity, analysis.windows.record()
@@ -95,6 +97,8 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     print("\n" + render_table(["remove", *names], rows))
     if analysis.recoverability is not None:
         print("\n" + heat_map(analysis.recoverability.error_after.tolist()))
+    if by_rank := rank_table(analysis.rank_errors):
+        print("\nghost: error of the state behind each cut by rank of the map:\n" + by_rank)
     if args.save is not None:
         print(f"\nscores written to {args.save}")
     return {"model": args.model, **analysis.to_dict()}
@@ -139,7 +143,8 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     window = resolve_window(config.window, model_config)
     if args.dry_run:
         num_remove = config.num_remove if plan is None else len(plan.removed)
-        text, value = describe_run(config, model_config, window, num_remove)
+        allowed = allowed_layers(config, model_config)
+        text, value = describe_run(config, model_config, window, num_remove, allowed)
         print(text)
         return value
     tokenizer = load_tokenizer(source)

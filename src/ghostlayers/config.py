@@ -12,6 +12,7 @@ from .selectors import AUTO, AUTO_MIN_WINDOWS, select_names
 from .selectors.own import is_own, own_name_fault
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+COSINES = ("channels", "sequence")
 FITS = ("dense", "sequential")
 FOLD_MAPS = ("both", "mlp")
 # `max_ppl_ratio` measures on every fourth window.
@@ -20,6 +21,25 @@ MIN_HELD_OUT_WINDOWS = 4
 
 def _option(default: Any, help_text: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help_text, **metadata})
+
+
+def text_option(purpose: str, sampler: str) -> Any:
+    """Return the field of a text source; `sampler` is what samples the text of `self`."""
+    return _option(
+        "self",
+        f"{purpose}: c4, wikitext2, ptb, owner/dataset[:config][:split][:column], a local "
+        f".txt/.jsonl/.parquet file, or self ({sampler} samples it)",
+    )
+
+
+def batch_option() -> Any:
+    """Return the field of the batch size."""
+    return _option(1, "windows per forward pass")
+
+
+def device_option() -> Any:
+    """Return the field of the device."""
+    return _option("auto", "auto, cpu, cuda, cuda:1, mps, ...; auto = CUDA if present")
 
 
 @dataclass(frozen=True)
@@ -103,22 +123,25 @@ class PruneConfig:
     laco_threshold: float | None = _option(
         None, "cosine above which laco keeps a merge (default: the highest that fits the budget)"
     )
+    cosine_over: str = _option(
+        "channels",
+        "what cosines of hidden states are taken over: the channels of a token, as the papers "
+        "define it, or the tokens of a channel, as published code does (to compare with its "
+        "tables only)",
+        choices=lambda: COSINES,
+    )
     protect_first: int = _option(1, "layers at the input side that no selector removes")
     protect_last: int = _option(1, "layers at the output side that no selector removes")
-    calibration: str = _option(
-        "self",
-        "calibration text: c4, wikitext2, ptb, owner/dataset[:config][:split][:column], a local "
-        ".txt/.jsonl/.parquet file, or self (the model samples it)",
-    )
+    calibration: str = text_option("calibration text", "the model")
     num_windows: int = _option(128, "calibration windows")
     window: int | None = _option(
         None, "tokens per window (default: 2048, or the model's maximum if shorter)"
     )
-    batch_size: int = _option(1, "windows per forward pass")
+    batch_size: int = batch_option()
     dtype: str = _option(
         "auto", "dtype to load, measure and write; auto = as stored", choices=lambda: DTYPES
     )
-    device: str = _option("auto", "auto, cpu, cuda, cuda:1, mps, ...; auto = CUDA if present")
+    device: str = device_option()
     seed: int = _option(0, "seed of clustering and of sampled calibration text")
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import PruneConfig
@@ -36,10 +37,8 @@ def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, An
     """Measure what is asked for on every path; everything is checked before a model is loaded."""
     from .commands import _check_json_target, _quiet_transformers
 
-    text = args.perplexity
-    if text is None and args.tasks is None and not args.speed:
-        text = DEFAULT_TEXT
-    if text is not None:
+    texts = _texts(args)
+    for text in texts:
         check_source(text)
     _check_json_target(args.json)
     _check_numbers(args)
@@ -47,9 +46,12 @@ def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, An
     config = PruneConfig(num_remove=1, **own)
     _quiet_transformers()
     from .calibration import resolve_window
+    from .eval_baseline import with_dense
     from .loading import load_config, locate
 
     sources = [locate(path) for path in args.paths]
+    if not args.no_dense:
+        sources = with_dense(sources)
     configs = [load_config(source) for source in sources]
     window = min(resolve_window(args.window, each) for each in configs)
     speed = _speed_settings(args, configs) if args.speed else None
@@ -57,7 +59,7 @@ def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, An
     results: list[dict[str, Any]] = []
     baseline: TaskResults | None = None
     for source in sources:
-        windows = None if text is None else _windows(source, text, args.num_windows, window)
+        windows = [_windows(source, text, args.num_windows, window) for text in texts]
         result, scores = _evaluate(source, config, windows, tasks, args.limit, speed)
         if scores is not None:
             baseline = baseline or scores
@@ -66,6 +68,18 @@ def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, An
     _compare(results)
     _print_eval(results)
     return {"results": results, "versions": versions()}
+
+
+def _texts(args: argparse.Namespace) -> list[str]:
+    """Return the texts to score; one whose name holds a comma must be given alone."""
+    if args.perplexity is None:
+        return [] if args.tasks is not None or args.speed else [DEFAULT_TEXT]
+    if Path(args.perplexity).is_file():
+        return [args.perplexity]
+    texts = [text.strip() for text in args.perplexity.split(",") if text.strip()]
+    if not texts:
+        raise CalibrationError(f"--perplexity is {args.perplexity!r}. Give a text, or several.")
+    return list(dict.fromkeys(texts))
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -120,7 +134,7 @@ def _windows(source: ModelSource, text: str, num_windows: int | None, window: in
 def _evaluate(
     source: ModelSource,
     config: PruneConfig,
-    windows: Windows | None,
+    windows: Sequence[Windows],
     tasks: LoadedTasks | None,
     limit: int | None,
     speed: SpeedSettings | None,
@@ -133,8 +147,9 @@ def _evaluate(
     model = load_model(source, dtype=config.dtype, device=config.device)
     check_causal(model)
     result: dict[str, Any] = {"path": source.name}
-    if windows is not None:
-        result |= perplexity(model, windows, batch_size=config.batch_size).to_dict()
+    if windows:
+        scored = [perplexity(model, w, batch_size=config.batch_size).to_dict() for w in windows]
+        result |= {**scored[0], "texts": scored}
     result["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     result["dtype"] = str(model.dtype).removeprefix("torch.")
     scores = None
@@ -165,14 +180,17 @@ def _compare(results: Sequence[dict[str, Any]]) -> None:
 
     first = results[0]
     for result in results:
-        if "perplexity" in result:
-            result["ratio"] = result["perplexity"] / first["perplexity"]
-            if result["ids_sha256"] != first["ids_sha256"]:
+        for text, base in zip(result.get("texts", ()), first.get("texts", ()), strict=True):
+            text["ratio"] = text["perplexity"] / base["perplexity"]
+            if text["ids_sha256"] != base["ids_sha256"]:
                 print(
-                    f"ghostlayers: warning: {result['path']} scored other token ids than "
-                    f"{first['path']}: the two perplexities are not comparable",
+                    f"ghostlayers: warning: {result['path']} scored other token ids of "
+                    f"{text['source']} than {first['path']}: the two perplexities are not "
+                    "comparable",
                     file=sys.stderr,
                 )
+        if "texts" in result:
+            result["ratio"] = result["texts"][0]["ratio"]
         if "speed" in result:
             compare_speed(result["speed"], first["speed"])
 

@@ -113,11 +113,11 @@ def resolve_plan(config: PruneConfig, model_config: Any) -> PruningPlan | None:
         PlanError: If the layers or the budget do not fit the depth.
         UnsupportedModelError: If the config has no depth.
         GhostlayersError: If the selector does not go with the other settings, or is a user's own
-            and cannot be imported; if the operator does not exist for the hidden size.
+            and cannot be imported; if the rank exceeds the hidden size.
     """
     depth = num_decoder_layers(model_config)
     if config.recover != NO_OPERATOR:
-        check_size(config.recover, config.rank, text_config(model_config).hidden_size)
+        check_size(config.rank, text_config(model_config).hidden_size)
     if config.layers is not None:
         return PruningPlan(depth, parse_layers(config.layers, depth))
     allowed = allowed_layers(config, model_config)
@@ -240,6 +240,7 @@ def _check_model(model: PreTrainedModel, config: PruneConfig, scores: Scores | N
     check_causal(model)
     check_cache(model, what="the dense model")
     if scores is not None:
+        scores.check_settings(config)
         scores.check_model(model)
 
 

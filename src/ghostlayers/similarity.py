@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .errors import CalibrationError
+from .sequence_cosines import sequence_cosines
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from .sweep import TokenRows
 
 CHUNK_TOKENS = 64
+# What a cosine is taken over.
+CHANNELS, SEQUENCE = "channels", "sequence"
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,11 @@ class SimilarityAccumulator:
 
     Args:
         num_layers: Depth L of the model that is measured.
+        over: `channels`, or `sequence`; see `sequence_cosines`.
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, over: str = CHANNELS) -> None:
+        self.over = over
         self.states: Sequence[int] = range(num_layers + 1)
         self.total = np.zeros((num_layers + 1, num_layers + 1))
         self.num_tokens = 0
@@ -82,6 +87,10 @@ class SimilarityAccumulator:
         """
         import torch
 
+        if self.over == SEQUENCE:
+            self.total += sequence_cosines(states, rows).numpy()
+            self.num_tokens += len(rows.window)
+            return
         count, size = states[0].shape
         shape = (len(self.states), min(CHUNK_TOKENS, count), size)
         unit = torch.empty(shape, dtype=states[0].dtype, device=states[0].device)

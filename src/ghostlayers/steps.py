@@ -39,6 +39,7 @@ def measure_similarity(
     batches: Iterable[Batch],
     *,
     also: Sequence[Accumulator] = (),
+    over: str = "channels",
     progress: bool = True,
 ) -> Similarity:
     """Run the first sweep: mean cosine similarity between all hidden states.
@@ -47,6 +48,7 @@ def measure_similarity(
         model: The dense model.
         batches: (B, T) int64 ids, or mappings with `input_ids` and `attention_mask`.
         also: Accumulators to feed in the same sweep.
+        over: What a cosine is taken over; see `PruneConfig.cosine_over`.
         progress: Show a progress bar when standard error is a terminal.
 
     Returns:
@@ -55,7 +57,7 @@ def measure_similarity(
     Raises:
         CalibrationError: If no token is counted or a state is not finite.
     """
-    accumulator = SimilarityAccumulator(len(decoder_layers(model)))
+    accumulator = SimilarityAccumulator(len(decoder_layers(model)), over)
     sweep(model, batches, [accumulator, *also], description="similarity", progress=progress)
     return accumulator.result()
 

@@ -70,16 +70,12 @@ class OperatorFit:
     weights_part: dict[str, Tensor] = field(default_factory=dict)
 
 
-def check_size(operator: str, rank: int | None, hidden_size: int) -> None:
+def check_size(rank: int | None, hidden_size: int) -> None:
     """Check, before any weight is loaded, that an operator exists for a hidden size.
 
     Raises:
-        GhostlayersError: If there is no Hadamard matrix of this order, or the rank exceeds it.
+        GhostlayersError: If the rank exceeds it.
     """
-    if operator == "linearpatch-rotate":
-        from ..hadamard import check_hadamard
-
-        check_hadamard(hidden_size)
     if rank is not None and rank > hidden_size:
         raise GhostlayersError(
             f"`rank` is {rank} and the model's hidden size is {hidden_size}. Allowed: 1 to "
