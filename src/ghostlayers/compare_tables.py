@@ -68,6 +68,8 @@ def tables(results: CompareResults) -> list[Table]:
     found = [table for name in _texts(results) for table in _perplexities(results, name)]
     if results.dense is not None and results.dense.tasks is not None:
         found.append(_tasks(results))
+    if results.dense is not None and results.dense.speed is not None:
+        found.append(_speeds(results))
     if len(results.calibrations) > 1:
         found += [_sensitivity(results, name) for name in _texts(results)]
     return found
@@ -158,6 +160,36 @@ def _accuracy(cell: CellLine | None) -> str:
     found = cell.tasks["average"]["acc_norm"]
     error = found["difference_stderr"]
     return f"{100 * found['value']:.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
+
+
+def _speeds(results: CompareResults) -> Table:
+    """Lay out how many times as fast as the dense model each cell is."""
+    assert results.dense is not None and results.dense.speed is not None
+    speed, pairs = results.dense.speed, columns(results)
+    sizes = [(row["batch_size"], row["length"]) for row in speed["rows"]]
+    rows = []
+    for cut in _ordered(results):
+        cells = _cells(results, cut)
+        promised = MISSING
+        if cut.layers:
+            promised = f"{speed['num_layers'] / (speed['num_layers'] - len(cut.layers)):.2f}"
+        for index, size in enumerate(sizes):
+            head = (*_head(cut), "x".join(map(str, size)), promised)
+            rows.append((*head, *(_speedup(cells.get(pair), index) for pair in pairs)))
+    title = (
+        "Speed: times as fast as the dense model, prefill / decode, medians of "
+        f"{speed['repeats']} runs on {speed['device']}, {speed['threads']} threads, "
+        f"{speed['dtype']}; promised: by the number of layers alone."
+    )
+    header = (*HEAD, "batch x prompt", "promised", *map(column_name, pairs))
+    return Table(title, header, tuple(rows))
+
+
+def _speedup(cell: CellLine | None, index: int) -> str:
+    if cell is None or cell.refused or cell.speed is None:
+        return MISSING if cell is None else REFUSED
+    row = cell.speed["rows"][index]
+    return f"{row['prefill']['speedup']:.2f} / {row['decode']['speedup']:.2f}"
 
 
 def _sensitivity(results: CompareResults, name: str) -> Table:
