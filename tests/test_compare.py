@@ -24,8 +24,8 @@ OPERATORS = (
 def grid(folder: Path, out: Path, **changes) -> list:
     """Return the arguments of a small comparison."""
     values = {
-        "num-remove": "2,3",
-        "select": "lorp,streamline,shortgpt",
+        "num-remove": "3",
+        "select": "lorp,streamline",
         "recover": ",".join(OPERATORS),
         "fit": "dense,sequential",
         "calibration": folder / "t.txt",
@@ -98,7 +98,9 @@ class TestCellsArePruneAndEval:
         assert cell.parameters == sum(p.numel() for p in again.parameters())
         for own, other in zip(cell.boundaries, result.record["boundaries"], strict=True):
             for name in ("error_before", "error_after", "held_out_error_after"):
-                assert own.get(name) == pytest.approx(other.get(name), rel=1e-6, abs=1e-9)
+                assert (own.get(name) is None) == (other.get(name) is None)
+                if own.get(name) is not None:
+                    assert own[name] == pytest.approx(other[name], rel=1e-6, abs=1e-9)
 
     def test_cuts_are_those_of_prune(self, folder, measured):
         model = load_model(locate(str(folder / "m")))
