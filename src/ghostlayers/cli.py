@@ -130,6 +130,12 @@ def build_parser() -> argparse.ArgumentParser:
         "are those of the scores",
     )
     _add_config_flags(added["prune"])
+    added["prune"].add_argument(
+        "--like",
+        metavar="RECORD",
+        help="a checkpoint, or its ghostlayers.json: the same settings, and the same layers, "
+        "operators and calibration tokens or nothing is written",
+    )
     added["prune"].add_argument("--force", action="store_true", help="replace OUT if it exists")
     added["prune"].add_argument(
         "--dry-run", action="store_true", help="check and print the settings; load no weights"
