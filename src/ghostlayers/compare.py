@@ -227,7 +227,8 @@ class Comparison:
     def _store(self, line: CellLine) -> None:
         self.file.add(line)
         done, what = len(self.file.results.cells), f"{line.operator} ({line.fit})"
-        texts = ", ".join(f"{n} {v['perplexity']:.3f}" for n, v in line.perplexity.items())
+        values = {n: v["perplexity"] for n, v in line.perplexity.items()}  # null: infinite
+        texts = ", ".join(f"{n} {'inf' if v is None else f'{v:.3f}'}" for n, v in values.items())
         result = f"refused: {line.refused}" if line.refused else texts
         self.say(f"cell {done}: layers {line.layers}, {what}: {result} ({line.seconds:.1f} s)")
 

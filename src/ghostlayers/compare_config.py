@@ -177,7 +177,7 @@ def smoke_config(config: CompareConfig, depth: int, text: str, given: set[str]) 
         "num_windows": tuple(
             dict.fromkeys(min(n, 4 + i) for i, n in enumerate(config.num_windows))
         ),
-        "perplexity": local(config.perplexity),
+        "perplexity": local(config.texts) or (() if config.speed else (text,)),
         "eval_window": 64,
         "eval_windows": 2,
         "tasks": config.tasks if config.include_path else None,
@@ -229,7 +229,7 @@ def _number_faults(config: CompareConfig) -> list[str]:
         if value is not None and value < least:
             faults.append(f"`{name}` is {value}; allowed: {least} or more")
     for name in ("include_path", "limit", "num_fewshot"):
-        if getattr(config, name) is not None and config.tasks is None and name != "limit":
+        if getattr(config, name) is not None and config.tasks is None:
             faults.append(f"`{name}` needs `tasks`")
     return faults
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from .compare_config import SHARED_FIELDS, CompareConfig, make_config
-from .errors import GhostlayersError, unknown_name
+from .errors import GhostlayersError
 
 # Keys that describe the file; `runs` holds mappings of settings that differ between models.
 DESCRIPTIONS = ("title", "source", "notes", "expected")
@@ -62,18 +63,23 @@ def read_config(path: str | Path) -> dict[str, Any]:
     for number, run in enumerate(runs, start=1):
         faults += _unknown(run, f"run {number}: ", ("model",))
     if faults:
-        raise GhostlayersError(f"--config {str(path)!r}: {'; '.join(faults)}.")
+        raise GhostlayersError(
+            f"--config {str(path)!r}: {'; '.join(faults)}. Keys are the flags of `compare --help` "
+            f"with underscores, and {', '.join(OTHER_KEYS)}."
+        )
     return value
 
 
 def _unknown(values: Mapping[Any, Any], where: str, also: tuple[str, ...]) -> list[str]:
     known = (*(name for name in CompareConfig.__dataclass_fields__ if name != "shared"),)
     allowed = (*known, *SHARED_FIELDS, *also)
-    return [
-        where + str(unknown_name("key", str(name), allowed)).rstrip(".")
-        for name in values
-        if name not in allowed
-    ]
+    found = []
+    for name in values:
+        if name not in allowed:
+            near = get_close_matches(str(name), allowed, n=1, cutoff=0.5)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            found.append(f"{where}unknown key {str(name)!r}{hint}")
+    return found
 
 
 def runs_of(
