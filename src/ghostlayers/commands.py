@@ -10,7 +10,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .config import PruneConfig
 from .errors import CheckpointError
@@ -19,6 +19,9 @@ from .plan import format_layers
 from .records import has_operators, plain, read_record, write_json
 from .tables import bar, boundary_table, heat_map, rank_table, render_table, search_table
 from .text_sources import check_source
+
+if TYPE_CHECKING:
+    from .scores import Scores
 
 
 def write_result(target: str | None, value: dict[str, Any]) -> None:
@@ -100,21 +103,29 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     return {"model": args.model, **analysis.to_dict()}
 
 
-def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
-    """Prune a model and write the checkpoint."""
-    scores, like, given = None, None, settings
+def _start(
+    args: argparse.Namespace, given: dict[str, Any]
+) -> tuple[Scores | None, dict[str, Any] | None, dict[str, Any], dict[str, Any]]:
+    """Read what a run starts from: the scores, the record, settings as given and completed."""
     if args.like is not None:
         from .like_record import read_like, settings_like
 
         if args.scores is not None:
             raise CheckpointError("--like and --scores are given. Allowed: one of them.")
         like = read_like(args.like)
-        given = settings = settings_like(like, settings)
-    if args.scores is not None:
-        from .scores_file import load_scores
+        settings = settings_like(like, given)
+        return None, like, settings, settings
+    if args.scores is None:
+        return None, None, given, given
+    from .scores_file import load_scores
 
-        scores = load_scores(args.scores)
-        settings = scores.settings_with(given)
+    scores = load_scores(args.scores)
+    return scores, None, given, scores.settings_with(given)
+
+
+def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    """Prune a model and write the checkpoint."""
+    scores, like, given, settings = _start(args, settings)
     config = PruneConfig(**settings)
     if scores is None or "calibration" in given:
         _check_calibration(config)
