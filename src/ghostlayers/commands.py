@@ -10,7 +10,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .config import PruneConfig
 from .errors import CheckpointError
@@ -19,6 +19,9 @@ from .plan import format_layers
 from .records import has_operators, plain, read_record, write_json
 from .tables import bar, boundary_table, heat_map, rank_table, render_table, search_table
 from .text_sources import check_source
+
+if TYPE_CHECKING:
+    from .scores import Scores
 
 
 def write_result(target: str | None, value: dict[str, Any]) -> None:
@@ -104,14 +107,29 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     return {"model": args.model, **analysis.to_dict()}
 
 
+def _start(
+    args: argparse.Namespace, given: dict[str, Any]
+) -> tuple[Scores | None, dict[str, Any] | None, dict[str, Any], dict[str, Any]]:
+    """Read what a run starts from: the scores, the record, settings as given and completed."""
+    if args.like is not None:
+        from .like_record import read_like, settings_like
+
+        if args.scores is not None:
+            raise CheckpointError("--like and --scores are given. Allowed: one of them.")
+        like = read_like(args.like)
+        settings = settings_like(like, given)
+        return None, like, settings, settings
+    if args.scores is None:
+        return None, None, given, given
+    from .scores_file import load_scores
+
+    scores = load_scores(args.scores)
+    return scores, None, given, scores.settings_with(given)
+
+
 def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     """Prune a model and write the checkpoint."""
-    scores, given = None, settings
-    if args.scores is not None:
-        from .scores_file import load_scores
-
-        scores = load_scores(args.scores)
-        settings = scores.settings_with(given)
+    scores, like, given, settings = _start(args, settings)
     config = PruneConfig(**settings)
     if scores is None or "calibration" in given:
         _check_calibration(config)
@@ -158,6 +176,10 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     else:
         model = load_model(source, dtype=config.dtype, device=config.device)
         result = prune(model, tokenizer, scores=scores, source=source, **given)
+    if like is not None:
+        from .like_record import check_like
+
+        check_like(result.record, like)
     for line in result.warnings:
         print(f"ghostlayers: warning: {line}", file=sys.stderr)
     save_pruned(result, out, source=source, dtype=config.dtype, force=args.force)
