@@ -147,8 +147,10 @@ def _measure(
     progress: bool,
 ) -> dict[int, Scores]:
     depth, found = len(decoder_layers(model)), dict[int, Scores]()
+    over = config.prune_config(num_remove=1).cosine_over
     for group in chains(made):
-        similarity, norms, done = SimilarityAccumulator(depth), NormAccumulator(depth), 0
+        norms, done = NormAccumulator(depth), 0
+        similarity = SimilarityAccumulator(depth, over)
         for n in group:
             start, ids = time.perf_counter(), made[n].ids
             batches = batches_of(ids[done:], config.batch_size) if len(ids) > done else []
