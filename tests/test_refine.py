@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import families
 import ghostlayers as gl
 from ghostlayers import guard, refinement
 from ghostlayers.decoder import decoder_layers, share_tensors
@@ -139,7 +140,7 @@ def test_steps_are_deterministic_by_seed():
     dense = planted()
     fit, boundary = operator(torch.zeros(64, 64)), Boundary(3, 5)
     runs = [
-        refined(dense, fit, steps=3, batch_size=1, seed=seed)[0].ladders[boundary]
+        refined(dense, fit, steps=5, batch_size=6, seed=seed)[0].ladders[boundary]
         for seed in (3, 3, 4)
     ]
     m = [ladder[0].tensors["m"] for ladder in runs]
@@ -232,3 +233,20 @@ def test_wrong_values_are_refused_and_too_few_windows_are_said():
     result = pruned(planted(), refine=5, windows=random_ids(3, 32))
     assert result.record["refinement"]["steps"] == 0
     assert any("not refined" in line for line in result.warnings)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_neox", "mixtral", "falcon_h1"])
+def test_every_architecture_takes_the_steps(family):
+    """Where the lower layers cannot be left out, the whole model runs."""
+    dense = families.tiny_model(family)
+    depth = dense.config.get_text_config().num_hidden_layers
+    result = gl.prune(
+        dense,
+        layers=str(depth - 2),
+        recover="ghost-robust",
+        refine=2,
+        windows=random_ids(4, 24),
+        progress=False,
+    )
+    record = result.record["refinement"]
+    assert record["steps"] == 2 and math.isfinite(record["held_out_divergence_after"])

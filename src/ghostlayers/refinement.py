@@ -13,7 +13,7 @@ RATE·rms(W): scaling a map's input or output changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -210,6 +210,8 @@ def refine_repairs(
         held-out windows has not fallen.
     """
     first = {boundary: ladder[0] for boundary, ladder in ladders.items() if ladder}
+    if not first:
+        return Refined(ladders, None)
     reason = _obstacle(dense, first.values(), ids)
     if reason is not None:
         return Refined(ladders, {"steps": 0, "skipped": reason}, (f"not refined: {reason}.",))
@@ -245,11 +247,8 @@ def refine_repairs(
     return Refined({**ladders, **refined}, record)
 
 
-def _obstacle(dense: PreTrainedModel, fits: Any, ids: Tensor) -> str | None:
-    """Say why there is nothing to refine, or None."""
-    fits = list(fits)
-    if not fits:
-        return "there is no repair"
+def _obstacle(dense: PreTrainedModel, fits: Iterable[OperatorFit], ids: Tensor) -> str | None:
+    """Say why nothing can be refined, or return None."""
     if len(ids) < MIN_WINDOWS or not all(map(is_tested, fits)):
         return f"fewer than {MIN_WINDOWS} calibration windows leave none to test the result on"
     if any(parameter.is_meta for parameter in dense.parameters()):

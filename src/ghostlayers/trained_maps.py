@@ -82,10 +82,11 @@ def recording(maps: Sequence[TrainedMap]) -> Iterator[None]:
     """Record what enters and leaves the maps; what leaves them carries gradients."""
 
     def recorder(trained: TrainedMap) -> Any:
-        def hook(_module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+        def hook(_module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
             if not y.requires_grad:
                 y.requires_grad_(True)
             trained.seen.append((args[0].detach(), y))
+            return y.clone()  # a layer may write into what it gets
 
         return hook
 
