@@ -7,7 +7,7 @@ from typing import Any
 
 from .budget_values import budget_faults
 from .errors import GhostlayersError, unknown_name
-from .operators import RANKED, operator_names
+from .operators import GUARDED, RANKED, REFINED_STEPS, operator_names
 from .selectors import AUTO, AUTO_MIN_WINDOWS, select_names
 from .selectors.own import is_own, own_name_fault
 
@@ -87,6 +87,12 @@ class PruneConfig:
     )
     rank: int | None = _option(
         None, "rank of the map (ghost, ghost-robust), stored as two factors (default: full)"
+    )
+    refine: int | None = _option(
+        None,
+        "gradient steps, one batch each, by which the repair follows the divergence from "
+        "the dense model (ghost-robust, fold, fold+ghost); 0 = closed form alone (default: 48 for "
+        "fold and fold+ghost, else 0)",
     )
     fit: str = _option(
         "dense",
@@ -182,6 +188,13 @@ class PruneConfig:
                 f"`rank` is {self.rank} and `recover` is {self.recover}; rank works with "
                 f"{', '.join(RANKED)}"
             )
+        if self.refine is not None and self.refine < 0:
+            faults.append(f"`refine` is {self.refine}; allowed: 0 or more")
+        if self.refine and self.recover not in GUARDED:
+            faults.append(
+                f"`refine` is {self.refine} and `recover` is {self.recover}; refine works with "
+                f"{', '.join(GUARDED)}"
+            )
         if not 0.0 <= self.ridge < float("inf"):
             faults.append(f"`ridge` is {self.ridge}; allowed: 0 or a positive number")
         for item in fields(self):
@@ -193,6 +206,11 @@ class PruneConfig:
                     faults.append(str(unknown_name(item.name, value, allowed)).rstrip("."))
         if faults:
             raise GhostlayersError("; ".join(faults) + ".")
+
+    @property
+    def refine_steps(self) -> int:
+        """Steps of the refinement: what `refine` says, or the method's default."""
+        return REFINED_STEPS.get(self.recover, 0) if self.refine is None else self.refine
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""

@@ -272,6 +272,7 @@ def result_record(
         "selector": "layers" if config.layers is not None else config.select,
         "recover": config.recover,
         "guard": None if verdict is None else verdict.record,
+        "refinement": recovery.refinement,
         "budget": budget,
         "scores": None if scores is None else scores.record(),
         "rls": None if chosen.similarity is None else chosen.similarity.rls,

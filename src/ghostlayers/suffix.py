@@ -125,7 +125,7 @@ class SuffixScorer:
         if self._dense is not None:
             self.keep(states)
             return self._dense
-        with self._keeping(self.model, states):
+        with self.keeping(self.model, states):
             self._dense = window_losses(
                 self.model,
                 self.ids,
@@ -145,12 +145,13 @@ class SuffixScorer:
             return
         prefix = prefix_model(self.model, max(missing))
         base, device = base_model(prefix), input_device(prefix)
-        with evaluating(prefix), self._keeping(prefix, missing):
+        with evaluating(prefix), self.keeping(prefix, missing):
             for part in batches_of(self.ids, self.batch_size):
                 base(input_ids=part.to(device), use_cache=False)
 
     @contextmanager
-    def _keeping(self, model: PreTrainedModel, states: Iterable[int]) -> Iterator[None]:
+    def keeping(self, model: PreTrainedModel, states: Iterable[int]) -> Iterator[None]:
+        """Keep dense hidden states of the forward passes over `batches_of(ids, batch_size)`."""
         found: dict[int, list[Tensor]] = {state: [] for state in states if state > 0}
 
         def keep(index: int, state: Tensor) -> None:

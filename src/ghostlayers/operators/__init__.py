@@ -35,6 +35,8 @@ ROBUST = ("ghost-robust", "fold+ghost")
 FOLDING = ("fold", "fold+ghost", "replaceme-lstsq", "replaceme-cosine")
 ATTACHING = ("ghost", "ghost-robust", "fold+ghost", "linearpatch-diag", "linearpatch-rotate")
 GUARDED = ("ghost-robust", "fold", "fold+ghost")
+# Steps by which a method is refined unless `refine` says otherwise.
+REFINED_STEPS = {"fold": 48, "fold+ghost": 48}
 # Methods that transform the MLP output of the layer before a cut; they are neither guarded nor
 # exchanged for another one where that is not possible.
 REPLACING = ("replaceme-lstsq", "replaceme-cosine")
