@@ -10,6 +10,7 @@ from torch import nn
 
 from .decoder import base_model, decoder_path
 from .errors import UnsupportedModelError
+from .offload import pin_
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +44,7 @@ def change_weights_(model: PreTrainedModel, values: Mapping[str, Tensor]) -> fro
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     for name, value in values.items():
+        module, _, attribute = name.rpartition(".")
         old = model.get_parameter(name)
         if len(names[id(old)]) > 1:
             raise UnsupportedModelError(
@@ -50,8 +52,9 @@ def change_weights_(model: PreTrainedModel, values: Mapping[str, Tensor]) -> fro
             )
         if value.shape != old.shape:
             raise ValueError(f"{name!r} is {tuple(old.shape)}, got {tuple(value.shape)}")
+        pin_(model.get_submodule(module))
+        old = model.get_parameter(name)
         with torch.no_grad():
             new = nn.Parameter(value.to(old.device, old.dtype).contiguous(), old.requires_grad)
-        module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, new)
     return frozenset(values)
