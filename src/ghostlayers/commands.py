@@ -15,6 +15,7 @@ from typing import Any
 from .config import PruneConfig
 from .errors import CheckpointError
 from .finetune_command import finetune_rows
+from .placement import FLAGS, Placement
 from .plan import format_layers
 from .records import has_operators, plain, read_record, write_json
 from .tables import bar, boundary_table, heat_map, rank_table, render_table, search_table
@@ -52,9 +53,15 @@ def _check_calibration(config: PruneConfig) -> None:
         check_source(config.calibration)
 
 
+def placement_of_run(args: argparse.Namespace, device: str) -> Placement:
+    """Read the flags that say where weights and states go."""
+    return Placement.parse(**{name: getattr(args, name) for name in FLAGS}, device=device)
+
+
 def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     """Measure a model and print what each selector would remove."""
     config = PruneConfig(num_remove=1, **settings)
+    placement = placement_of_run(args, config.device)
     _check_calibration(config)
     _check_json_target(args.json)
     _quiet_transformers()
@@ -71,7 +78,7 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     num_decoder_layers(model_config)
     resolve_window(config.window, model_config)
     tokenizer = load_tokenizer(source)
-    model = load_model(source, dtype=config.dtype, device=config.device)
+    model = load_model(source, dtype=config.dtype, device=config.device, placement=placement)
     analysis = analyze(model, tokenizer, config)
     if args.save is not None:
         analysis.save(args.save, force=args.force)
@@ -109,6 +116,7 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         scores = load_scores(args.scores)
         settings = scores.settings_with(given)
     config = PruneConfig(**settings)
+    placement = placement_of_run(args, config.device)
     if scores is None or "calibration" in given:
         _check_calibration(config)
     _check_json_target(args.json)
@@ -151,7 +159,7 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         result = prune_without_weights(model_config, plan, config)
         result = replace(result, tokenizer=tokenizer)
     else:
-        model = load_model(source, dtype=config.dtype, device=config.device)
+        model = load_model(source, dtype=config.dtype, device=config.device, placement=placement)
         result = prune(model, tokenizer, scores=scores, source=source, **given)
     for line in result.warnings:
         print(f"ghostlayers: warning: {line}", file=sys.stderr)

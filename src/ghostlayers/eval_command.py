@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from .calibration import Windows
     from .loading import ModelSource
+    from .placement import Placement
     from .speed_results import SpeedSettings
     from .task_scores import TaskResults
     from .tasks import LoadedTasks
@@ -34,7 +35,7 @@ SPEED_DEFAULTS: dict[str, tuple[str | int, str]] = {
 
 def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     """Measure what is asked for on every path; everything is checked before a model is loaded."""
-    from .commands import _check_json_target, _quiet_transformers
+    from .commands import _check_json_target, _quiet_transformers, placement_of_run
 
     text = args.perplexity
     if text is None and args.tasks is None and not args.speed:
@@ -45,6 +46,7 @@ def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, An
     _check_numbers(args)
     own = {name: settings[name] for name in ("batch_size", "dtype", "device") if name in settings}
     config = PruneConfig(num_remove=1, **own)
+    placement = placement_of_run(args, config.device)
     _quiet_transformers()
     from .calibration import resolve_window
     from .loading import load_config, locate
@@ -58,7 +60,7 @@ def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, An
     baseline: TaskResults | None = None
     for source in sources:
         windows = None if text is None else _windows(source, text, args.num_windows, window)
-        result, scores = _evaluate(source, config, windows, tasks, args.limit, speed)
+        result, scores = _evaluate(source, config, placement, windows, tasks, args.limit, speed)
         if scores is not None:
             baseline = baseline or scores
             result["tasks"] = scores.to_dict(baseline)
@@ -120,6 +122,7 @@ def _windows(source: ModelSource, text: str, num_windows: int | None, window: in
 def _evaluate(
     source: ModelSource,
     config: PruneConfig,
+    placement: Placement,
     windows: Windows | None,
     tasks: LoadedTasks | None,
     limit: int | None,
@@ -130,7 +133,7 @@ def _evaluate(
     from .loading import load_model, load_tokenizer
     from .model_checks import check_causal
 
-    model = load_model(source, dtype=config.dtype, device=config.device)
+    model = load_model(source, dtype=config.dtype, device=config.device, placement=placement)
     check_causal(model)
     result: dict[str, Any] = {"path": source.name}
     if windows is not None:

@@ -171,17 +171,15 @@ class LayerPass:
                 not (B, T, C).
         """
         numbers = range(max(last, 1))
-        bar = tqdm(
-            numbers, self.description, disable=None if self.progress else True, unit="layer"
-        )
+        bar = tqdm(numbers, self.description, disable=None if self.progress else True, unit="layer")
         for index in bar:
             first = [self.embedding] if index == 0 else []
             with loaded(self.layers[index], *first):
-                for self.number in range(len(self.calls)):
-                    self._step(index)
+                for number in range(len(self.calls)):
+                    self._step(index, number)
 
-    def _step(self, index: int) -> None:
-        number, skipping = self.number, self._skipping
+    def _step(self, index: int, number: int) -> None:
+        self.number, skipping = number, self._skipping
         if index:
             state: Tensor | None = self.store.get(str(index), number)
         else:
@@ -206,18 +204,19 @@ class LayerPass:
         found = None if left is None else tuple(left.shape)
         if self._skipping.calls != 1 or found != shape:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} (model_type {self.model.config.model_type!r}): layer "
-                f"{index} ran {self._skipping.calls} times in a forward pass, its state is {found}; "
-                f"once and {shape} are needed to measure it."
+                f"{type(self.model).__name__} (model_type {self.model.config.model_type!r}): "
+                f"layer {index} ran {self._skipping.calls} times in a forward pass, its state is "
+                f"{found}; once and {shape} are needed to measure it."
             )
 
     def logits(self) -> Iterator[Tensor]:
         """Run what stands behind the layers, after `run(L)`; yields (B, T, V) by micro-batch."""
         depth = len(self.layers)
         with loaded(*self._outside()):
-            for self.number in range(len(self.calls)):
-                self._skipping.begin(depth, self.store.get(str(depth), self.number))
-                yield self.model(**self.calls[self.number], use_cache=False).logits
+            for number, call in enumerate(self.calls):
+                self.number = number
+                self._skipping.begin(depth, self.store.get(str(depth), number))
+                yield self.model(**call, use_cache=False).logits
 
     def _outside(self) -> list[nn.Module]:
         """List the modules that hold no decoder layer and are not the input embeddings."""
@@ -262,9 +261,12 @@ def _why_not(model: PreTrainedModel) -> str:
         base_model(model)(input_ids=ids, use_cache=False)
     near = 5e-2 if model.dtype in LOW_PRECISION else 1e-3
     try:
-        with StateStore() as store, LayerPass(
-            model, [{"input_ids": ids}], store, keep=states, progress=False
-        ) as layer_pass:
+        with (
+            StateStore() as store,
+            LayerPass(
+                model, [{"input_ids": ids}], store, keep=states, progress=False
+            ) as layer_pass,
+        ):
             layer_pass.run(len(layers))
             found = {state: store.get(str(state), 0).float() for state in states}
     except PROBE_ERRORS as error:

@@ -105,7 +105,7 @@ def stream_layerwise(
     wanted, modules = sorted(set(states)), dict(modules or {})
     description, progress = "layers", True
     if isinstance(batches, tqdm):  # a bar over layers takes its place
-        description, progress = batches.desc, not batches.disable
+        description, progress = getattr(batches, "desc", description), not batches.disable
         batches.leave = False
         batches.close()
         batches = batches.iterable

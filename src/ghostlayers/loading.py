@@ -10,7 +10,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError, GhostlayersError, UnsupportedModelError
-from .placement import Placement, place_
+from .placement import Placement, check_parts, check_places, place_
 
 if TYPE_CHECKING:
     import torch
@@ -221,7 +221,7 @@ def load_model(
             f"MODEL {source.name!r} is a GGUF file and `device_map` is given: it is dequantised in "
             "memory as a whole. Leave out `device_map`, or save it as a checkpoint first."
         )
-    _check_places(placement)
+    check_places(placement)
     _fetch_weights(source)
     if source.gguf and dtype == "auto":
         dtype = "float32"
@@ -251,35 +251,10 @@ def load_model(
         _forget_quantization(model)
     if target is not None:
         model.to(target)  # type: ignore[arg-type]
-    _check_parts(model, placement)
+    check_parts(model, placement)
     place_(model, placement)
     model.eval()
     return model
-
-
-def _check_places(placement: Placement) -> None:
-    """Check that every device that a placement names is there."""
-    places = placement.device_map
-    named = [] if places is None or isinstance(places, str) else list(places.values())
-    named += [name for name in placement.max_memory or () if isinstance(name, int)]
-    for place in dict.fromkeys(named):
-        if place != "disk":
-            name = f"cuda:{place}" if isinstance(place, int) else place
-            resolve_device(name, option="device_map")
-
-
-def _check_parts(model: PreTrainedModel, placement: Placement) -> None:
-    """Check that every name in a device map is a part of the model."""
-    places = placement.device_map
-    if places is None or isinstance(places, str):
-        return
-    known = {name for name, _ in model.named_modules()} | set(model.state_dict())
-    unknown = sorted(set(places) - known)
-    if unknown:
-        raise GhostlayersError(
-            f"`device_map` names {unknown[0]!r}, which is no part of the model. Allowed: names "
-            f"such as {next(name for name in known if name.count('.') == 2)!r}."
-        )
 
 
 def check_loading_info(name: str, info: Any) -> None:

@@ -7,15 +7,12 @@ a module whose weights change is taken out of the offloading.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def align_hooks(module: nn.Module) -> list[Any]:
@@ -112,7 +109,7 @@ def shared_stores(model: nn.Module) -> dict[int, Any]:
     return {id(store): store for store in stores if store is not None}
 
 
-def largest_bytes(modules: Sequence[nn.Module]) -> int:
+def largest_bytes(modules: Iterable[nn.Module]) -> int:
     """Return the size of the largest of some modules' parameters together, in bytes."""
     sizes = [sum(p.numel() * p.element_size() for p in m.parameters()) for m in modules]
     return max(sizes, default=0)

@@ -135,7 +135,7 @@ def parse_device_map(text: str) -> str | dict[str, int | str]:
     """
     if text in PLANS:
         return text
-    allowed = f"Allowed: {', '.join(PLANS)}, a JSON file, or JSON such as {{\"\": \"cpu\"}}."
+    allowed = f'Allowed: {", ".join(PLANS)}, a JSON file, or JSON such as {{"": "cpu"}}.'
     source = text
     if not text.lstrip().startswith("{"):
         try:
@@ -181,4 +181,48 @@ def parse_max_memory(text: str) -> dict[int | str, int]:
     return found
 
 
-__all__ = ["FLAGS", "Placement", "parse_device_map", "parse_max_memory", "place_", "placement_of"]
+def check_places(placement: Placement) -> None:
+    """Check that every device that a placement names is there.
+
+    Raises:
+        GhostlayersError: If one is not.
+    """
+    from .loading import resolve_device
+
+    places = placement.device_map
+    named = [] if places is None or isinstance(places, str) else list(places.values())
+    named += [name for name in placement.max_memory or () if isinstance(name, int)]
+    for place in dict.fromkeys(named):
+        if place != "disk":
+            name = f"cuda:{place}" if isinstance(place, int) else place
+            resolve_device(name, option="device_map")
+
+
+def check_parts(model: nn.Module, placement: Placement) -> None:
+    """Check that every name in a device map is a part of the model.
+
+    Raises:
+        GhostlayersError: If one is not.
+    """
+    places = placement.device_map
+    if places is None or isinstance(places, str):
+        return
+    known = {name for name, _ in model.named_modules()} | set(model.state_dict())
+    unknown = sorted(set(places) - known)
+    if unknown:
+        raise GhostlayersError(
+            f"`device_map` names {unknown[0]!r}, which is no part of the model. Allowed: names "
+            f"such as {next(name for name in known if name.count('.') == 2)!r}."
+        )
+
+
+__all__ = [
+    "FLAGS",
+    "Placement",
+    "check_parts",
+    "check_places",
+    "parse_device_map",
+    "parse_max_memory",
+    "place_",
+    "placement_of",
+]

@@ -143,7 +143,7 @@ def _output_map(
     layer = decoder_layers(runs.dense)[runs.boundary.start - 1]
     a = site.stored(stored_tensor(layer, site.weight).to(device, torch.float64))
     bias = getattr(site.module(layer), "bias", None)
-    shift: Any = 0.0
+    shift: float | Tensor = 0.0
     if bias is not None:
         shift = stored_tensor(layer, f"{site.path}.bias").to(device, torch.float64)
 

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor

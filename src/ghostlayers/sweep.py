@@ -215,9 +215,7 @@ def stream(
         inputs.clear()
 
 
-def base_arguments(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor | None
-) -> dict[str, Tensor]:
+def base_arguments(model: PreTrainedModel, ids: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
     """Return what the base model is called with, on its device."""
     ids = ids.to(input_device(model))
     arguments = {"input_ids": ids}
