@@ -179,24 +179,37 @@ class LayerPass:
                     self._step(index, number)
 
     def _step(self, index: int, number: int) -> None:
-        self.number, skipping = number, self._skipping
+        skipping = self._skipping
         if index:
             state: Tensor | None = self.store.get(str(index), number)
         else:
             state = None if self.entering is None else self.entering[number].clone()
         if index == 0 and state is not None and 0 in self.keep:
             self.store.put("0", number, state)
-        skipping.begin(index, state)
-        self.base(**self.calls[number], use_cache=False)
-        self._check(index)
+        left = self.step(index, number, state)
         if index == 0 and state is None and 0 in self.keep:
             assert skipping.entered is not None
             self.store.put("0", number, skipping.entered)
-        assert skipping.left is not None
-        self.store.put(str(index + 1), number, skipping.left)
+        self.store.put(str(index + 1), number, left)
         if index not in self.keep:
             self.store.drop(str(index), number)
         skipping.begin(index, None)
+
+    def step(self, index: int, number: int, state: Tensor | None) -> Tensor:
+        """Run one layer on one micro-batch; return what enters the next, (B, T, C).
+
+        Args:
+            index: The layer.
+            number: The micro-batch.
+            state: (B, T, C) what enters the layer; None takes what the model makes of the ids.
+        """
+        self.number = number
+        self._skipping.begin(index, state)
+        self.base(**self.calls[number], use_cache=False)
+        self._check(index)
+        left = self._skipping.left
+        assert left is not None
+        return left
 
     def _check(self, index: int) -> None:
         ids, left = self.calls[self.number]["input_ids"], self._skipping.left
@@ -211,12 +224,22 @@ class LayerPass:
 
     def logits(self) -> Iterator[Tensor]:
         """Run what stands behind the layers, after `run(L)`; yields (B, T, V) by micro-batch."""
+        for number, state in enumerate(self.head_states()):
+            yield self.head(number, state)
+
+    def head_states(self) -> Iterator[Tensor]:
+        """Yield what left the last layer; the head is in memory as long as this runs."""
         depth = len(self.layers)
         with loaded(*self._outside()):
-            for number, call in enumerate(self.calls):
-                self.number = number
-                self._skipping.begin(depth, self.store.get(str(depth), number))
-                yield self.model(**call, use_cache=False).logits
+            for number in range(len(self.calls)):
+                yield self.store.get(str(depth), number)
+
+    def head(self, number: int, state: Tensor) -> Tensor:
+        """Return (B, T, V) logits of a micro-batch from what left the last layer."""
+        self.number = number
+        self._skipping.begin(len(self.layers), state)
+        logits: Tensor = self.model(**self.calls[number], use_cache=False).logits
+        return logits
 
     def _outside(self) -> list[nn.Module]:
         """List the modules that hold no decoder layer and are not the input embeddings."""
