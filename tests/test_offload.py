@@ -171,7 +171,7 @@ def test_each_layer_is_read_once_per_sweep(pairs, reads, family):
     assert reads[offloaded.get_input_embeddings()] == 1
     reads.clear()
     window_losses(offloaded, IDS, batch_size=1, progress=False)
-    counts = {part: number for part, number in reads.items()}
+    counts = dict(reads)
     assert {counts[part] for part in counts if part in inside} == {1}
     assert counts[offloaded.get_output_embeddings()] == 1
     expected = SimilarityAccumulator(depth)
@@ -261,9 +261,6 @@ def test_loaded_weights_go_again(pairs):
 
 
 def test_layers_that_hand_on_more_run_batch_by_batch(tmp_path):
-    class Tagged(torch.Tensor):
-        """A hidden state that carries something to the next layer."""
-
     model = families.tiny_model("llama")
     model.save_pretrained(tmp_path / "m")
     offloaded = load_model(locate(str(tmp_path / "m")), placement=Placement({"": "disk"}))

@@ -274,7 +274,9 @@ def runs_layerwise(model: PreTrainedModel) -> bool:
 def _why_not(model: PreTrainedModel) -> str:
     """Compare every hidden state of a few tokens with those of a whole forward pass."""
     layers, vocabulary = decoder_layers(model), len(input_embeddings(model))
-    ids = torch.arange(5, 5 + PROBE_TOKENS, device=input_device(model))[None] % vocabulary
+    ids = torch.arange(5, 5 + 2 * PROBE_TOKENS, device=input_device(model)) % vocabulary
+    ids = ids.view(2, PROBE_TOKENS)  # two micro-batches: one must not see what the other left
+    calls = [{"input_ids": part} for part in ids.split(1)]
     states, wanted = range(len(layers) + 1), dict[int, Tensor]()
 
     def keep(index: int, state: Tensor) -> None:
@@ -286,12 +288,13 @@ def _why_not(model: PreTrainedModel) -> str:
     try:
         with (
             StateStore() as store,
-            LayerPass(
-                model, [{"input_ids": ids}], store, keep=states, progress=False
-            ) as layer_pass,
+            LayerPass(model, calls, store, keep=states, progress=False) as layer_pass,
         ):
             layer_pass.run(len(layers))
-            found = {state: store.get(str(state), 0).float() for state in states}
+            found = {
+                state: torch.cat([store.get(str(state), number).float() for number in range(2)])
+                for state in states
+            }
     except PROBE_ERRORS as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         return f"its layers cannot run one by one ({type(error).__name__}: {reason})"

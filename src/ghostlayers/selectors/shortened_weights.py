@@ -16,8 +16,8 @@ def select_shortened_taylor(context: ModelContext) -> Choice:
         The choice, with the scores. Ties go to the shallower layer.
 
     Raises:
-        UnsupportedModelError: If weights are low-bit, or offloaded in a model whose layers cannot run
-            one by one.
+        UnsupportedModelError: If weights are low-bit, or offloaded where layers cannot run one by
+            one.
         CalibrationError: If a score is not finite.
     """
     from ..weight_scores import taylor_scores
