@@ -172,9 +172,9 @@ def compare(folder: Path, args: argparse.Namespace) -> bool:
         removed.append(json.loads((folder / "record.json").read_text())["removed"])
         peak, anon, mapped = (found[key] / 1e9 for key in ("VmHWM", "RssAnon", "RssFile"))
         print(
-            f"{name}: wall {found['wall']:.1f} s, CPU {found['cpu']:.1f} s, peak resident {peak:.2f} GB = "
-            f"{1e11 * peak / total:.1f} % of the checkpoint (RssAnon {anon:.2f} GB, RssFile "
-            f"{mapped:.2f} GB), removed {removed[-1]}",
+            f"{name}: wall {found['wall']:.1f} s, CPU {found['cpu']:.1f} s, peak resident "
+            f"{peak:.2f} GB = {1e11 * peak / total:.1f} % of the checkpoint "
+            f"(RssAnon {anon:.2f} GB, RssFile {mapped:.2f} GB), removed {removed[-1]}",
             flush=True,
         )
     largest, count = largest_difference(folder / "in-memory", folder / "offloaded")

