@@ -25,7 +25,9 @@ def placed(tmp_path):
     """A tiny model whose layers 2 to 5 are on disk, and the same in memory."""
     dense = tiny_model()
     dense.save_pretrained(tmp_path / "m")
-    places = {"": "cpu"} | {f"model.layers.{i}": "disk" for i in range(2, 6)}
+    parts = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
+    places = dict.fromkeys(parts, "cpu")
+    places |= {f"model.layers.{i}": "disk" if 2 <= i < 6 else "cpu" for i in range(8)}
     return load_model(locate(str(tmp_path / "m")), placement=Placement(places)), dense
 
 
@@ -85,6 +87,7 @@ def test_37_a_repaired_model_is_what_it_was(placed, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     pytest.importorskip("lm_eval")
     from lm_eval.models.huggingface import HFLM
+
     from tiny_checkpoints import tiny_tokenizer
 
     wrapped = HFLM(pretrained=loaded, tokenizer=tiny_tokenizer(), backend="causal")

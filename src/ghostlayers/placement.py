@@ -156,7 +156,19 @@ def parse_device_map(text: str) -> str | dict[str, int | str]:
                 f"`device_map` puts {name!r} on {place!r}. Allowed: a GPU number, a device such as "
                 "'cuda:1' or 'cpu', or 'disk'."
             )
+    _check_overlap(value)
     return value
+
+
+def _check_overlap(places: Mapping[str, int | str]) -> None:
+    """Refuse a place for a module beside one for a part of it, where weights are offloaded."""
+    for outer in places if "disk" in places.values() else ():
+        for name in places:
+            if name != outer and (not outer or name.startswith(f"{outer}.")):
+                raise GhostlayersError(
+                    f"`device_map` names {outer!r} and {name!r}, which is inside it. With parts on "
+                    "disk, name every part once."
+                )
 
 
 def parse_max_memory(text: str) -> dict[int | str, int]:
