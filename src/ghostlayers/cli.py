@@ -15,6 +15,7 @@ from . import __version__
 from .config import PruneConfig
 from .errors import GhostlayersError
 from .finetune_config import FinetuneConfig
+from .placement import FLAGS
 from .requirements import needing_transformers
 
 VERBS = {
@@ -129,6 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
         "by rank: what prune --rank would cost",
     )
     _add_config_flags(added["analyze"], ANALYZE_FIELDS)
+    _add_placement(added["analyze"])
 
     added["prune"].add_argument("model", metavar="MODEL", help=model_help)
     added["prune"].add_argument("-o", "--out", required=True, metavar="OUT", help="folder to write")
@@ -145,6 +147,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="a checkpoint, or its ghostlayers.json: the same settings, and the same layers, "
         "operators and calibration tokens or nothing is written",
     )
+    _add_placement(added["prune"])
     added["prune"].add_argument("--force", action="store_true", help="replace OUT if it exists")
     added["prune"].add_argument(
         "--dry-run", action="store_true", help="check and print the settings; load no weights"
@@ -158,6 +161,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     added["info"].add_argument("path", metavar="PATH", help="a checkpoint written by prune")
     return parser
+
+
+def _add_placement(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("models larger than memory")
+    for name, text in FLAGS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=text)
 
 
 def _add_eval(parser: argparse.ArgumentParser, model_help: str) -> None:
@@ -201,6 +210,7 @@ def _add_eval(parser: argparse.ArgumentParser, model_help: str) -> None:
         flag = f"--speed-{name.replace('_', '-')}"
         parser.add_argument(flag, type=kind, default=default, help=f"{text} (default: {default})")
     _add_config_flags(parser, ("batch_size", "dtype", "device"))
+    _add_placement(parser)
 
 
 def _add_finetune(parser: argparse.ArgumentParser, model_help: str) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .config import PruneConfig
 from .errors import CheckpointError
 from .finetune_command import finetune_rows
+from .placement import FLAGS, Placement
 from .plan import format_layers
 from .records import has_operators, plain, read_record, write_json
 from .tables import bar, boundary_table, heat_map, rank_table, render_table, search_table
@@ -55,9 +56,15 @@ def _check_calibration(config: PruneConfig) -> None:
         check_source(config.calibration)
 
 
+def placement_of_run(args: argparse.Namespace, device: str) -> Placement:
+    """Read the flags that say where weights and states go."""
+    return Placement.parse(**{name: getattr(args, name) for name in FLAGS}, device=device)
+
+
 def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     """Measure a model and print what each selector would remove."""
     config = PruneConfig(num_remove=1, **settings)
+    placement = placement_of_run(args, config.device)
     _check_calibration(config)
     _check_json_target(args.json)
     _quiet_transformers()
@@ -76,7 +83,7 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     resolve_window(config.window, model_config)
     checked_cuts(args.rank_errors, model_config)
     tokenizer = load_tokenizer(source)
-    model = load_model(source, dtype=config.dtype, device=config.device)
+    model = load_model(source, dtype=config.dtype, device=config.device, placement=placement)
     analysis = analyze(model, tokenizer, config, rank_errors=args.rank_errors)
     if args.save is not None:
         analysis.save(args.save, force=args.force)
@@ -131,6 +138,7 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     """Prune a model and write the checkpoint."""
     scores, like, given, settings = _start(args, settings)
     config = PruneConfig(**settings)
+    placement = placement_of_run(args, config.device)
     if scores is None or "calibration" in given:
         _check_calibration(config)
     _check_json_target(args.json)
@@ -174,7 +182,7 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         result = prune_without_weights(model_config, plan, config)
         result = replace(result, tokenizer=tokenizer)
     else:
-        model = load_model(source, dtype=config.dtype, device=config.device)
+        model = load_model(source, dtype=config.dtype, device=config.device, placement=placement)
         result = prune(model, tokenizer, scores=scores, source=source, **given)
     if like is not None:
         from .like_record import check_like

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from .calibration import Windows
     from .loading import ModelSource
+    from .placement import Placement
     from .speed_results import SpeedSettings
     from .task_scores import TaskResults
     from .tasks import LoadedTasks
@@ -35,7 +36,7 @@ SPEED_DEFAULTS: dict[str, tuple[str | int, str]] = {
 
 def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     """Measure what is asked for on every path; everything is checked before a model is loaded."""
-    from .commands import _check_json_target, _quiet_transformers
+    from .commands import _check_json_target, _quiet_transformers, placement_of_run
 
     texts = _texts(args)
     for text in texts:
@@ -44,6 +45,7 @@ def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, An
     _check_numbers(args)
     own = {name: settings[name] for name in ("batch_size", "dtype", "device") if name in settings}
     config = PruneConfig(num_remove=1, **own)
+    placement = placement_of_run(args, config.device)
     _quiet_transformers()
     from .calibration import resolve_window
     from .eval_baseline import with_dense
@@ -60,7 +62,7 @@ def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, An
     baseline: TaskResults | None = None
     for source in sources:
         windows = [_windows(source, text, args.num_windows, window) for text in texts]
-        result, scores = _evaluate(source, config, windows, tasks, args.limit, speed)
+        result, scores = _evaluate(source, config, placement, windows, tasks, args.limit, speed)
         if scores is not None:
             baseline = baseline or scores
             result["tasks"] = scores.to_dict(baseline)
@@ -134,6 +136,7 @@ def _windows(source: ModelSource, text: str, num_windows: int | None, window: in
 def _evaluate(
     source: ModelSource,
     config: PruneConfig,
+    placement: Placement,
     windows: Sequence[Windows],
     tasks: LoadedTasks | None,
     limit: int | None,
@@ -144,7 +147,7 @@ def _evaluate(
     from .loading import load_model, load_tokenizer
     from .model_checks import check_causal
 
-    model = load_model(source, dtype=config.dtype, device=config.device)
+    model = load_model(source, dtype=config.dtype, device=config.device, placement=placement)
     check_causal(model)
     result: dict[str, Any] = {"path": source.name}
     if windows:

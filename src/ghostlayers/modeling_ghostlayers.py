@@ -320,7 +320,10 @@ def _install(model: Any, specs: Specs, path: str) -> list[GhostOperator]:
         layer = layers[spec["layer"]]
         floats = [p for p in layer.parameters() if p.is_floating_point() and p.element_size() > 1]
         like = max(floats, key=torch.Tensor.numel)  # a matrix: norms may be kept in float32
-        operators.append(GhostOperator(hidden_size, spec, device=like.device, dtype=like.dtype))
+        device = like.device
+        if like.is_meta and "_hf_hook" in vars(layer):  # offloaded: where accelerate computes it
+            device = layer._hf_hook.execution_device or device
+        operators.append(GhostOperator(hidden_size, spec, device=device, dtype=like.dtype))
         setattr(layer, f"ghost_{spec['side']}", operators[-1].train(layer.training))
         if type(layer) not in _CLASSES.values():
             layer.__class__ = _ghost(type(layer))
@@ -374,8 +377,6 @@ def attach_operators_(
         state = vars(layers[index])
         if "forward" in state and "_old_forward" not in state:
             raise ValueError(f"layer {index} must have its class's forward, got a replaced one")
-        if hasattr(model, "hf_device_map") and any(p.is_meta for p in layers[index].parameters()):
-            raise ValueError(f"layer {index} must be in memory, got an offloaded one")
     _convert_config(model.config, specs, decoder_path, type(model).__name__)
     return _install(model, specs, decoder_path)
 

@@ -20,6 +20,7 @@ from .config import PruneConfig
 from .decoder import num_decoder_layers, remove_layers_, text_config
 from .errors import CalibrationError, PlanError
 from .layer_fields import protected_layers
+from .layerwise import runs_layerwise
 from .model_checks import check_attachable, check_cache, check_causal, check_reloadable
 from .model_selection import change_layers_, check_model_selector, needs_windows
 from .model_sizes import structure
@@ -238,6 +239,7 @@ def _check_model(model: PreTrainedModel, config: PruneConfig, scores: Scores | N
     if config.recover in ATTACHING:
         check_attachable(model)
     check_causal(model)
+    runs_layerwise(model)  # found once here; the copies that are made of the model know it
     check_cache(model, what="the dense model")
     if scores is not None:
         scores.check_settings(config)

@@ -18,6 +18,8 @@ from tqdm.auto import tqdm
 from .decoder import base_model, decoder_layers, input_device, remove_layers_, share_tensors
 from .errors import UnsupportedModelError
 from .evaluation import window_losses
+from .layerwise import runs_layerwise
+from .layerwise_runs import losses_layerwise, states_layerwise
 from .model_checks import LOW_PRECISION, evaluating
 from .operators import OperatorFit
 from .plan import Boundary, PruningPlan
@@ -125,6 +127,17 @@ class SuffixScorer:
         if self._dense is not None:
             self.keep(states)
             return self._dense
+        if runs_layerwise(self.model):
+            self._dense, kept = losses_layerwise(
+                self.model,
+                self.ids,
+                batch_size=self.batch_size,
+                keep={state for state in states if state > 0},
+                description=self.description,
+                progress=self.progress,
+            )
+            self.states |= kept
+            return self._dense
         with self.keeping(self.model, states):
             self._dense = window_losses(
                 self.model,
@@ -144,6 +157,9 @@ class SuffixScorer:
         if not missing:
             return
         prefix = prefix_model(self.model, max(missing))
+        if runs_layerwise(prefix):
+            self.states |= states_layerwise(prefix, self.ids, missing, batch_size=self.batch_size)
+            return
         base, device = base_model(prefix), input_device(prefix)
         with evaluating(prefix), self.keeping(prefix, missing):
             for part in batches_of(self.ids, self.batch_size):
@@ -227,6 +243,16 @@ class SuffixScorer:
                 description=self.description,
                 progress=self.progress,
             )
+        if runs_layerwise(suffix.model):
+            return losses_layerwise(
+                suffix.model,
+                self.ids,
+                batch_size=self.batch_size,
+                targets=targets,
+                entering=states,
+                description=self.description,
+                progress=self.progress,
+            )[0]
         first, losses = decoder_layers(suffix.model)[0], list[float]()
         batches = batches_of(self.ids, self.batch_size)
         wanted = batches if targets is None else batches_of(targets, self.batch_size)

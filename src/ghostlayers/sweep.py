@@ -170,6 +170,12 @@ def stream(
         CalibrationError: If a captured state is not finite; the layer and the dtype are named.
         UnsupportedModelError: If there is not one (B, T, C) state per layer and forward pass.
     """
+    from .layerwise import runs_layerwise
+    from .layerwise_runs import stream_layerwise
+
+    if runs_layerwise(model):
+        yield from stream_layerwise(model, batches, states, modules)
+        return
     base, layers, wanted = base_model(model), decoder_layers(model), sorted(set(states))
     captured: dict[int, Tensor] = {}
     inputs: dict[str, Tensor] = {}
@@ -186,7 +192,7 @@ def stream(
         rows = value.detach().flatten(0, -2)[flat.to(value.device)]
         inputs[name] = rows if rows.dtype == torch.float64 else rows.float()
 
-    device, size = input_device(model), text_config(model.config).hidden_size
+    size = text_config(model.config).hidden_size
     window = 0
     for batch in batches:
         ids, mask = split_batch(batch)
@@ -196,7 +202,7 @@ def stream(
         shape = (ids.shape[0], ids.shape[1], size)
         if not len(flat):
             continue
-        arguments = _arguments(base, ids.to(device), mask)
+        arguments = base_arguments(model, ids, mask)
         captured, inputs, training = {}, {}, model.training
         model.eval()
         try:
@@ -209,12 +215,13 @@ def stream(
         inputs.clear()
 
 
-def _arguments(base: nn.Module, ids: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-    """Return what the base model is called with."""
+def base_arguments(model: PreTrainedModel, ids: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    """Return what the base model is called with, on its device."""
+    ids = ids.to(input_device(model))
     arguments = {"input_ids": ids}
     if mask is not None:
         arguments["attention_mask"] = mask.to(ids.device)
-        if "position_ids" in inspect.signature(base.forward).parameters:
+        if "position_ids" in inspect.signature(base_model(model).forward).parameters:
             # learned positions count from the first real token
             positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
             arguments["position_ids"] = positions.to(ids.device)
