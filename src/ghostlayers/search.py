@@ -42,7 +42,8 @@ SWAPS = 6
 MAX_MOMENTS_BYTES = 4 * 2**30
 RULE_WINDOWS = 8
 # Operators that can stand at any boundary by themselves; any other is scored as ROBUST_OPERATOR.
-BOUNDARY_OPERATORS = ("ghost", "ghost-robust", "linearpatch-diag", "linearpatch-rotate")
+BOUNDARY_OPERATORS = ("ghost", "ghost-robust", "ghost-norm")
+BOUNDARY_OPERATORS += ("linearpatch-diag", "linearpatch-rotate")
 ROBUST_OPERATOR = "ghost-robust"
 
 
