@@ -1,4 +1,4 @@
-"""The command line: `ghostlayers analyze | prune | finetune | eval | info`."""
+"""The command line: `ghostlayers analyze | prune | finetune | eval | export | info`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ VERBS = {
     "prune": "remove layers, repair the model, write a checkpoint",
     "finetune": "distil the dense model into a pruned checkpoint and write another one",
     "eval": "perplexity, task accuracy and speed of models, each beside the first one",
+    "export": "write a checkpoint as a GGUF file for llama.cpp and what is built on it",
     "info": "say what was removed from a checkpoint and how it was repaired",
 }
 EXAMPLES = """examples:
@@ -32,6 +33,7 @@ EXAMPLES = """examples:
   ghostlayers finetune pruned --teacher org/model -o tuned --calibration c4
   ghostlayers eval org/model pruned --perplexity wikitext2
   ghostlayers eval org/model pruned --tasks paper --speed
+  ghostlayers export pruned --format gguf -o pruned.gguf --verify
   ghostlayers info pruned
 """
 ANALYZE_FIELDS = (
@@ -135,6 +137,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_eval(added["eval"], model_help)
 
+    from .export_command import add_export
+
+    add_export(added["export"])
+
     added["info"].add_argument("path", metavar="PATH", help="a checkpoint written by prune")
     return parser
 
@@ -222,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     from . import commands
     from .eval_command import run_eval
+    from .export_command import run_export
     from .finetune_command import run_finetune
 
     settings: dict[str, Any] = {
@@ -237,6 +244,7 @@ def _run(args: argparse.Namespace) -> int:
             "prune": commands.run_prune,
             "finetune": run_finetune,
             "eval": run_eval,
+            "export": run_export,
             "info": commands.run_info,
         }[args.verb]
         with redirect_stdout(sys.stderr if args.json == "-" else sys.stdout):

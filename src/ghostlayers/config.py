@@ -67,7 +67,8 @@ class PruneConfig:
         "fold+ghost)",
     )
     rank: int | None = _option(
-        None, "rank of the map (ghost, ghost-robust, ghost-norm), stored as two factors (default: full)"
+        None,
+        "rank of the map (ghost, ghost-robust, ghost-norm), stored as two factors (default: full)",
     )
     fit: str = _option(
         "dense",

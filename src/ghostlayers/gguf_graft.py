@@ -72,8 +72,8 @@ def _check_graph(reader: GGUFReader, norm_eps: float) -> None:
     found = None if field is None else field.contents()
     if found != SOURCE_ARCHITECTURE:
         raise UnsupportedModelError(
-            f"the model is of llama.cpp's architecture {found!r}, which has no linear layers. "
-            f"Operators can be exported for {SOURCE_ARCHITECTURE!r} only; prune with --recover fold."
+            f"the model is of llama.cpp's architecture {found!r}, which has no linear layers "
+            f"({SOURCE_ARCHITECTURE!r} has a twin with them). Prune with --recover fold or none."
         )
     if _value(reader, "expert_count", 0):
         raise UnsupportedModelError(
@@ -104,9 +104,7 @@ def _copy_metadata(reader: GGUFReader, writer: GGUFWriter, order: list[tuple[str
         "attention.head_count_kv": _per_layer(
             _value(reader, "attention.head_count_kv", heads), order, 0
         ),
-        "feed_forward_length": _per_layer(
-            _value(reader, "feed_forward_length"), order, ZERO_WIDTH
-        ),
+        "feed_forward_length": _per_layer(_value(reader, "feed_forward_length"), order, ZERO_WIDTH),
     }
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":

@@ -149,13 +149,14 @@ def _model_names(model_type: str) -> dict[str, tuple[str, ...]]:
 
 
 def older_keys(config: Mapping[str, Any], read: Callable[..., Any]) -> dict[str, Any]:
-    """The keys that transformers 4 reads where 5 writes `rope_parameters`: without them it rotates
-    by another base, silently. Empty if `read`, which makes a config of a dict, then finds others.
+    """The keys that transformers 4 reads where 5 writes `rope_parameters`.
 
-    With parameters per layer type, those of full attention are the ones without a prefix.
+    Without them 4 rotates by another base, silently. With parameters per layer type, those of full
+    attention are the ones without a prefix. Empty if `read`, which makes a config of a dict, would
+    then find other parameters.
     """
     rope = config.get("rope_parameters") or {}
-    main, local = rope.get("full_attention", rope), rope.get("sliding_attention")
+    main, local = rope.get("full_attention", rope) or {}, rope.get("sliding_attention")
     added = {k: main[k] for k in ("rope_theta", "partial_rotary_factor") if main.get(k) is not None}
     if "rope_theta" in added and main.get("rope_type", "default") != "default":
         added["rope_scaling"] = dict(main)

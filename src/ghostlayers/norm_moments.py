@@ -23,8 +23,8 @@ class NormMoments(BoundaryMoments):
     """Moments of z and Δ, each token weighted with 1/max(‖x‖, ‖y‖)².
 
     `gram` is Σ w zᵀz, `cross` Σ w zᵀΔ, the squares are those of √w·Δ and √w·y: so
-    `relative_error` is that of y = x + z M. A token that is massive on either side of the cut, whose
-    Δ no map of z can give, weighs no more than any other.
+    `relative_error` is that of y = x + z M. A token that is massive on either side of the cut,
+    whose Δ no map of z can give, weighs no more than any other.
 
     Attributes:
         norm_eps: ε. Not summed where moments are.

@@ -30,10 +30,11 @@ def write_older_keys(folder: Path, config: Any) -> None:
 
 
 def _add_to_config(values: dict[str, Any], config: Any) -> None:
-    values |= older_keys(values, type(config).from_dict)
+    values |= older_keys(config.to_dict(), type(config).from_dict)
     for name in config.sub_configs:
         if isinstance(values.get(name), dict):
-            values[name] |= older_keys(values[name], type(getattr(config, name)).from_dict)
+            part = getattr(config, name)
+            values[name] |= older_keys(part.to_dict(), type(part).from_dict)
 
 
 def _older_tokenizer(values: dict[str, Any]) -> None:
