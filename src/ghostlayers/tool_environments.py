@@ -71,10 +71,13 @@ def tool_python(tool: Tool, given: str | None = None, *, flag: str = "") -> Path
     if given is not None:
         return _check_given(tool, given, flag)
     folder = cache_folder() / _folder_name(tool)
-    python = folder / "bin" / "python" if os.name != "nt" else folder / "Scripts" / "python.exe"
-    if not python.exists():
+    if not _python(folder).exists():
         _make(tool, folder)
-    return python
+    return _python(folder)
+
+
+def _python(folder: Path) -> Path:
+    return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
 def _check_given(tool: Tool, given: str, flag: str) -> Path:
@@ -115,8 +118,7 @@ def _make(tool: Tool, folder: Path) -> None:
     try:
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         venv.create(unfinished, with_pip=True, clear=True)
-        python = next(unfinished.glob("*/python*"))
-        _install(python, tool)
+        _install(_python(unfinished), tool)
         if not folder.exists():  # another process may have made it meanwhile
             unfinished.rename(folder)
     except (OSError, subprocess.SubprocessError) as error:

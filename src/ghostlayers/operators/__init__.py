@@ -34,8 +34,8 @@ ROBUST = ("ghost-robust", "fold+ghost")
 # Methods that change weights of the layer before a cut, that attach a module, and that are kept
 # only as far as the guard finds them to help.
 FOLDING = ("fold", "fold+ghost", "replaceme-lstsq", "replaceme-cosine")
-ATTACHING = ("ghost", "ghost-robust", "ghost-norm", "fold+ghost")
-ATTACHING += ("linearpatch-diag", "linearpatch-rotate")
+LINEARPATCH = ("linearpatch-diag", "linearpatch-rotate")
+ATTACHING = ("ghost", "ghost-robust", "ghost-norm", "fold+ghost", *LINEARPATCH)
 GUARDED = ("ghost-robust", "ghost-norm", "fold", "fold+ghost")
 # Methods that transform the MLP output of the layer before a cut; they are neither guarded nor
 # exchanged for another one where that is not possible.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..moments import SplitMoments
+from ..moments import BoundaryMoments, SplitMoments
 from ..norm_moments import NormMoments
 from . import OperatorFit
 from .ghost import antisymmetric_share, fit_warnings, solve_ridge, store_map
@@ -37,6 +37,7 @@ def fit_ghost_norm(
         The fit: `m` (C, C), or `down` (C, r) and `up` (r, C); its spec holds `norm_eps`.
     """
     total, part, tried = moments.total, None, dict[float, float]()
+    parts = SplitMoments[BoundaryMoments](moments.boundary, moments.fit, moments.held_out)
     if moments.fit.num_tokens and moments.held_out.num_tokens:
         if ridge == 0.0:
             ridge, part, tried = choose_ridge(moments.fit, moments.held_out)
@@ -44,7 +45,7 @@ def fit_ghost_norm(
             part = solve_ridge(moments.fit.gram, moments.fit.cross, ridge).m
     solution = solve_ridge(total.gram, total.cross, ridge)
     stored = store_map(
-        moments, solution.m, part, ridge=ridge, rank=rank, dtype=dtype, by_rank=by_rank
+        parts, solution.m, part, ridge=ridge, rank=rank, dtype=dtype, by_rank=by_rank
     )
     diagnostics = {
         **stored.diagnostics,
