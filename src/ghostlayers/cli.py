@@ -128,6 +128,11 @@ def build_parser() -> argparse.ArgumentParser:
         "are those of the scores",
     )
     _add_config_flags(added["prune"])
+    added["prune"].add_argument(
+        "--push-to-hub",
+        metavar="REPO",
+        help="upload OUT to owner/name on the Hub once it is written (default: no upload)",
+    )
     added["prune"].add_argument("--force", action="store_true", help="replace OUT if it exists")
     added["prune"].add_argument(
         "--dry-run", action="store_true", help="check and print the settings; load no weights"

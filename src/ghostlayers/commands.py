@@ -113,8 +113,11 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         _check_calibration(config)
     _check_json_target(args.json)
     from .checkpoint import check_output, save_pruned
+    from .hub_upload import check_push, push_to_hub
 
     out = check_output(args.out, force=args.force)
+    if args.push_to_hub is not None:
+        check_push(args.push_to_hub)
     _quiet_transformers()
     from .budgets import check_reachable
     from .calibration import resolve_window
@@ -158,7 +161,11 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     save_pruned(result, out, source=source, dtype=config.dtype, force=args.force)
     record = read_record(out)
     _print_pruned(record, out)
-    return {"out": str(out), **record}
+    if args.push_to_hub is None:
+        return {"out": str(out), **record}
+    url = push_to_hub(out, args.push_to_hub)
+    print(f"\nuploaded: {url}")
+    return {"out": str(out), "uploaded": url, **record}
 
 
 def _print_pruned(record: dict[str, Any], out: Path) -> None:

@@ -195,10 +195,9 @@ def write_stock_part(folder: Path, out: Path) -> None:
 
 
 def _convert(python: Path, folder: Path, out: Path, outtype: str) -> None:
-    command = [str(python), "-m", CONVERTER.module, str(folder)]
+    command = [str(python), "-I", "-m", CONVERTER.module, str(folder)]
     command += ["--outtype", outtype, "--outfile", str(out)]
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode or not out.is_file():
         raise CheckpointError(
             f"the GGUF converter fails on {folder.name!r} ({last_line(run.stderr)}). llama.cpp "

@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import llama_cpp_generate
 from .errors import CheckpointError
 from .loading import load_model, load_tokenizer, locate
@@ -51,11 +53,11 @@ def llama_cpp_texts(file: Path, python: Path) -> list[str]:
     """
     with tempfile.TemporaryDirectory() as work:
         request, answer = Path(work) / "request.json", Path(work) / "answer.json"
-        request.write_text(
-            json.dumps({"model": str(file), "prompts": PROMPTS, "num_tokens": NEW_TOKENS})
-        )
+        job: dict[str, Any] = {"model": str(file), "prompts": PROMPTS, "num_tokens": NEW_TOKENS}
+        job["threads"] = torch.get_num_threads()
+        request.write_text(json.dumps(job))
         run = subprocess.run(
-            [str(python), str(llama_cpp_generate.__file__), str(request), str(answer)],
+            [str(python), "-I", str(llama_cpp_generate.__file__), str(request), str(answer)],
             capture_output=True,
             text=True,
             check=False,

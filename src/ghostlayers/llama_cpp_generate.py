@@ -19,6 +19,7 @@ def main() -> None:
     params = xllamacpp.CommonParams()
     params.model.path = request["model"]
     params.n_ctx = 512
+    params.cpuparams.n_threads = request["threads"]
     server = xllamacpp.Server(params)
     texts = []
     for prompt in request["prompts"]:

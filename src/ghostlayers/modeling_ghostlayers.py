@@ -216,7 +216,9 @@ class _FamilyModel:
     """What the Ghost models of a family add to the stock model classes."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(config, _FamilyConfig):
+        # Not by class: transformers may execute this file again, and its classes are then new ones,
+        # while a config that came from another process is of the old ones (vLLM's workers).
+        if getattr(type(config), "model_type", None) != MODEL_TYPE:
             raise ValueError(f"{type(self).__name__} needs a Ghost config, got {type(config)}")
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         base = self.base_model  # type: ignore[attr-defined]

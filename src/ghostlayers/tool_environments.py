@@ -85,7 +85,7 @@ def _check_given(tool: Tool, given: str, flag: str) -> Path:
     if found is None:
         raise RequirementError(f"{flag} {given!r} is no executable. Give a Python's path.")
     run = subprocess.run(
-        [found, "-c", f"import {tool.module}"], capture_output=True, text=True, check=False
+        [found, "-I", "-c", f"import {tool.module}"], capture_output=True, text=True, check=False
     )
     if run.returncode:
         raise RequirementError(
