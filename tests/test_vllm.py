@@ -62,7 +62,7 @@ def test_register_tells_vllm_every_architecture(monkeypatch):
         assert told[f"Ghost{name}ForCausalLM"] == f"{where}MoEForCausalLM"
     assert "GhostGPT2LMHeadModel" in told and not any(n.startswith("Llama") for n in told)
     assert "GhostGemma3ForConditionalGeneration" not in told  # two towers: vLLM decides
-    assert "GhostDbrxForCausalLM" not in told or "MoE" in told["GhostDbrxForCausalLM"]
+    assert "GhostDbrxForCausalLM" not in told  # its experts are in a config of their own
 
 
 # Serving a real model.

@@ -47,6 +47,9 @@ def backend_classes() -> Iterator[tuple[str, str]]:
 def _backend_class(config: Any) -> str | None:
     if {"text_config", "decoder", "generator"} & set(config.sub_configs):
         return None
+    parts = config.sub_configs.values()
+    if any(hasattr(part, field) for part in parts for field in EXPERT_FIELDS):
+        return None
     names = {n for field in EXPERT_FIELDS for n in (field, config.attribute_map.get(field, field))}
     counts = [getattr(config, name) for name in names if hasattr(config, name)]
     if not counts:
