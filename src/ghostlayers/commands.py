@@ -113,11 +113,9 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         _check_calibration(config)
     _check_json_target(args.json)
     from .checkpoint import check_output, save_pruned
-    from .hub_upload import check_push, push_to_hub
 
     out = check_output(args.out, force=args.force)
-    if args.push_to_hub is not None:
-        check_push(args.push_to_hub)
+    _check_push(args.push_to_hub)
     _quiet_transformers()
     from .budgets import check_reachable
     from .calibration import resolve_window
@@ -161,11 +159,25 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     save_pruned(result, out, source=source, dtype=config.dtype, force=args.force)
     record = read_record(out)
     _print_pruned(record, out)
-    if args.push_to_hub is None:
-        return {"out": str(out), **record}
-    url = push_to_hub(out, args.push_to_hub)
+    return {"out": str(out), **_push(out, args.push_to_hub), **record}
+
+
+def _check_push(repo: str | None) -> None:
+    if repo is not None:
+        from .hub_upload import check_push
+
+        check_push(repo)
+
+
+def _push(out: Path, repo: str | None) -> dict[str, Any]:
+    """Upload a finished checkpoint if a repository was named; return what the JSON says of it."""
+    if repo is None:
+        return {}
+    from .hub_upload import push_to_hub
+
+    url = push_to_hub(out, repo)
     print(f"\nuploaded: {url}")
-    return {"out": str(out), "uploaded": url, **record}
+    return {"uploaded": url}
 
 
 def _print_pruned(record: dict[str, Any], out: Path) -> None:
