@@ -22,6 +22,7 @@ from .errors import CheckpointError
 from .loading import ModelSource, load_model, load_tokenizer, locate
 from .model_card import model_card
 from .offload import is_offloaded, largest_bytes
+from .older_transformers import write_older_keys
 from .records import RECORD_FILE, read_record, write_json
 from .tensor_copy import TensorCopy, plan_copy, write_shards
 
@@ -155,6 +156,7 @@ def save_pruned(
             copy_generation_config(source, folder)
         if result.tokenizer is not None:
             result.tokenizer.save_pretrained(folder)
+        write_older_keys(folder, result.model.config)
         origin = source and {
             "model": source.name,
             "gguf": source.gguf,

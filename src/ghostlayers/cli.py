@@ -1,4 +1,4 @@
-"""The command line: `ghostlayers analyze | prune | finetune | eval | compare | info`."""
+"""The command line: `ghostlayers analyze | prune | finetune | eval | compare | export | info`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ VERBS = {
     "finetune": "distil the dense model into a pruned checkpoint and write another one",
     "eval": "perplexity, task accuracy and speed of models, each beside the first one",
     "compare": "measure a grid of cuts and operators from few passes over the model",
+    "export": "write a checkpoint as a GGUF file for llama.cpp and what is built on it",
     "info": "say what was removed from a checkpoint and how it was repaired",
 }
 EXAMPLES = """examples:
@@ -35,6 +36,7 @@ EXAMPLES = """examples:
   ghostlayers eval org/model pruned --perplexity wikitext2
   ghostlayers eval org/model pruned --tasks paper --speed
   ghostlayers compare org/model --num-remove 3,5,7 --calibration c4 --perplexity wikitext2 -o grid
+  ghostlayers export pruned --format gguf -o pruned.gguf --verify
   ghostlayers info pruned
 """
 ANALYZE_FIELDS = (
@@ -148,6 +150,11 @@ def build_parser() -> argparse.ArgumentParser:
         "operators and calibration tokens or nothing is written",
     )
     _add_placement(added["prune"])
+    added["prune"].add_argument(
+        "--push-to-hub",
+        metavar="REPO",
+        help="upload OUT to owner/name on the Hub once it is written (default: no upload)",
+    )
     added["prune"].add_argument("--force", action="store_true", help="replace OUT if it exists")
     added["prune"].add_argument(
         "--dry-run", action="store_true", help="check and print the settings; load no weights"
@@ -158,6 +165,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_eval(added["eval"], model_help)
 
     add_compare_flags(added["compare"], model_help)
+    from .export_command import add_export
+
+    add_export(added["export"])
 
     added["info"].add_argument("path", metavar="PATH", help="a checkpoint written by prune")
     return parser
@@ -261,6 +271,7 @@ def _run(args: argparse.Namespace) -> int:
     from . import commands
     from .compare_command import run_compare
     from .eval_command import run_eval
+    from .export_command import run_export
     from .finetune_command import run_finetune
 
     settings: dict[str, Any] = {
@@ -277,6 +288,7 @@ def _run(args: argparse.Namespace) -> int:
             "finetune": run_finetune,
             "eval": run_eval,
             "compare": run_compare,
+            "export": run_export,
             "info": commands.run_info,
         }[args.verb]
         with redirect_stdout(sys.stderr if args.json == "-" else sys.stdout):

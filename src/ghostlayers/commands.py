@@ -145,6 +145,7 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     from .checkpoint import check_output, save_pruned
 
     out = check_output(args.out, force=args.force)
+    _check_push(args.push_to_hub)
     _quiet_transformers()
     from .budgets import check_reachable
     from .calibration import resolve_window
@@ -193,7 +194,25 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     save_pruned(result, out, source=source, dtype=config.dtype, force=args.force)
     record = read_record(out)
     _print_pruned(record, out)
-    return {"out": str(out), **record}
+    return {"out": str(out), **_push(out, args.push_to_hub), **record}
+
+
+def _check_push(repo: str | None) -> None:
+    if repo is not None:
+        from .hub_upload import check_push
+
+        check_push(repo)
+
+
+def _push(out: Path, repo: str | None) -> dict[str, Any]:
+    """Upload a finished checkpoint if a repository was named; return what the JSON says of it."""
+    if repo is None:
+        return {}
+    from .hub_upload import push_to_hub
+
+    url = push_to_hub(out, repo)
+    print(f"\nuploaded: {url}")
+    return {"uploaded": url}
 
 
 def _print_pruned(record: dict[str, Any], out: Path) -> None:

@@ -83,10 +83,12 @@ class PruneConfig:
     ridge: float = _option(
         0.0,
         "relative ridge: lambda * trace(gram) / C is added to the diagonal; 0 = minimum norm "
-        "(ghost, replaceme-lstsq) or chosen on held-out windows (ghost-robust, fold, fold+ghost)",
+        "(ghost, replaceme-lstsq) or chosen on held-out windows (ghost-robust, ghost-norm, fold, "
+        "fold+ghost)",
     )
     rank: int | None = _option(
-        None, "rank of the map (ghost, ghost-robust), stored as two factors (default: full)"
+        None,
+        "rank of the map (ghost, ghost-robust, ghost-norm), stored as two factors (default: full)",
     )
     refine: int | None = _option(
         None,

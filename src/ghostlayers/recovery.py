@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .boundary_runs import RULE_WINDOWS, BoundaryBatch, BoundaryRuns, repaired_student
-from .channel_moments import moments_maker
 from .fold_plan import FoldPlan, moments_device, plan_folds
 from .folding import fit_fold_boundary, fit_fold_ghost_boundary
 from .guard import MIN_WINDOWS, Verdict, judge_repairs
 from .moments import MomentAccumulator, SplitMoments
+from .norm_moments import moments_of_operator
 from .operators import FOLDING, GUARDED, NO_OPERATOR, REPLACING, ROBUST, OperatorFit
 from .plan import Boundary, PruningPlan
 from .refinement import Refined, refine_repairs
@@ -220,7 +220,7 @@ class _Fitter:
             window=self.ids.shape[1],
             device=self._device(),
             massive=self.massive,
-            zeros=moments_maker(self.config.recover),
+            zeros=moments_of_operator(self.config.recover, self.model.config),
         )
 
         def add(batch: BoundaryBatch) -> None:

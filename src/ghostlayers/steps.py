@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .channel_moments import moments_maker
 from .decoder import decoder_layers, decoder_path, remove_layers_, share_tensors
 from .errors import CalibrationError, UnsupportedModelError
 from .model_checks import check_cache
 from .modeling_ghostlayers import attach_operators_ as attach_zero_operators_
 from .moments import MomentAccumulator, RobustMoments, SplitMoments
+from .norm_moments import moments_of_operator
 from .operators import RANKED, OperatorFit, get_operator
 from .plan import Boundary, PruningPlan, check_num_remove, removable_layers
 from .selectors import SelectionContext, get_selector
@@ -146,7 +146,7 @@ def collect_moments(
         window=max(part.shape[1] for part in ids),
         device=device,
         massive=massive,
-        zeros=moments_maker(operator),
+        zeros=moments_of_operator(operator, model.config),
     )
     prefix = prefix_model(model, max(boundary.stop for boundary in boundaries))
     sweep(prefix, batches, [accumulator], description="moments", progress=progress)
