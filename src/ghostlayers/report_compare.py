@@ -6,7 +6,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from .compare_results import CalibrationLine, CellLine, CompareResults, CutLine, RunLine
+from .compare_lines import CalibrationLine, CellLine, CutLine, RunLine
+from .compare_results import CompareResults
+from .operators import NO_OPERATOR
 from .plan import format_layers
 from .report_data import (
     Gap,
@@ -19,6 +21,8 @@ from .report_data import (
     windows_label,
 )
 from .report_protocol import Studies, add_protocol
+
+UNFINISHED = "not run: the comparison is not finished"
 
 
 def add_comparison(studies: Studies, results: CompareResults) -> None:
@@ -53,6 +57,7 @@ def add_comparison(studies: Studies, results: CompareResults) -> None:
             used.add(cell.key)
             _add_cell(studies, study, cell, cut, depth, label)
         _add_missing(study, run, cut, cells, label)
+    _add_missing_cuts(study, run, results, labels)
     for cell in results.cells:
         if cell.key not in used:
             label = labels.get((cell.calibration, cell.num_windows), cell.calibration)
@@ -76,7 +81,11 @@ def _add_run(study: Study, run: RunLine) -> None:
         study.add_fact("Commit", run.commit)
     if run.command:
         study.add_fact("Command", f"ghostlayers {shlex.join(run.command)}")
-    settings = ", ".join(f"{key} {value}" for key, value in run.settings.items())
+    given = {key: value for key, value in run.settings.items() if value not in (None, [], "")}
+    settings = "; ".join(
+        f"{key} {', '.join(map(str, value)) if isinstance(value, list) else value}"
+        for key, value in given.items()
+    )
     study.add_fact("Settings", settings or "defaults")
     study.versions.append(("compare", run.versions))
 
@@ -156,16 +165,44 @@ def _add_cell(
 def _add_missing(
     study: Study, run: RunLine, cut: CutLine, cells: list[CellLine], label: str
 ) -> None:
-    """List the operators that the settings ask for and that have no line for a cut."""
-    asked = run.settings.get("recover")
-    done = {cell.operator for cell in cells}
-    for operator in asked if isinstance(asked, list) else ():
-        if operator not in done:
-            what = (
-                f"{cut.selector} + {operator}, layers {format_layers(cut.layers)}, "
-                f"calibrated on {label}"
-            )
-            study.gaps.append(Gap(what, "not run: the comparison has no line of it"))
+    """List the cells that the settings ask for and that have no line for a cut."""
+    done = {(cell.operator, cell.fit) for cell in cells}
+    for operator in _listed(run, "recover"):
+        for fit in _listed(run, "fit") or ["dense"]:
+            place = (operator, "dense" if operator == NO_OPERATOR else fit)
+            if place not in done:
+                done.add(place)
+                how = f"{operator} fitted in sequence" if place[1] == "sequential" else operator
+                what = (
+                    f"{cut.selector} + {how}, layers {format_layers(cut.layers)}, "
+                    f"calibrated on {label}"
+                )
+                study.gaps.append(Gap(what, UNFINISHED))
+
+
+def _add_missing_cuts(
+    study: Study,
+    run: RunLine,
+    results: CompareResults,
+    labels: Mapping[tuple[str, int], str],
+) -> None:
+    """List the cuts and texts that the settings ask for and that have no line."""
+    done = {(c.calibration, c.num_windows, c.selector, c.num_remove) for c in results.cuts}
+    for (name, windows), label in labels.items():
+        for selector in _listed(run, "select"):
+            for budget in _listed(run, "num_remove"):
+                if (name, windows, selector, budget) not in done:
+                    what = f"{selector}, {budget} layers, calibrated on {label}"
+                    study.gaps.append(Gap(what, UNFINISHED))
+    asked = len(_listed(run, "calibration")) * len(_listed(run, "num_windows"))
+    if asked > len(labels):
+        what = f"{asked - len(labels)} of {asked} calibrations"
+        study.gaps.append(Gap(what, UNFINISHED))
+
+
+def _listed(run: RunLine, name: str) -> list[Any]:
+    value = run.settings.get(name)
+    return value if isinstance(value, list) else []
 
 
 __all__ = ["add_comparison"]

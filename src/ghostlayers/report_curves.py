@@ -101,7 +101,7 @@ def _quality(study: Study, looks: Mapping[str, Mark], what: _Quantity) -> Pictur
     caption = "Marks: measured, with ± one standard error. Dashed line: the dense model. "
     caption += "Higher is better." if what.percent else "Lower is better; the scale is logarithmic."
     if curves:
-        caption += " One panel a selector, on the same scale."
+        caption += " One panel for each selector, on the same scale."
     if left_out:
         caption += f" {left_out} more in the table (other calibration, or layers not known)."
     used = unique(model.operator_label for model in drawn) if curves else []
@@ -332,7 +332,7 @@ def _sensitivity(study: Study, looks: Mapping[str, Mark]) -> Iterator[Picture]:
         "sensitivity",
         "What the calibration text changes",
         f"Perplexity on {label} with {budget} layers removed by {best.selector}, against the "
-        "number of calibration windows. One panel a calibration text, on the same scale.",
+        "number of calibration windows. One panel for each calibration text, on the same scale.",
         panels,
         _table(study, drawn, what),
         [looks[name] for name in unique(model.operator_label for model in drawn)],

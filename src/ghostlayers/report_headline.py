@@ -121,7 +121,9 @@ def best_table(study: Study) -> Table | None:
                 speedup = (parts[0].get("decode") or {}).get("speedup")
                 row.append("–" if speedup is None else f"{speedup:.2f}×")
             rows.append(row)
-    return Table(header, rows, "The best method of each number of layers") if rows else None
+    return (
+        Table(header, rows, "Lowest perplexity, else highest accuracy") if len(rows) > 1 else None
+    )
 
 
 __all__ = ["Card", "best_table", "cards_of", "sentence_of", "title_of"]

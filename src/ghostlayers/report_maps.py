@@ -28,6 +28,8 @@ CLUSTER_MARKS = tuple(
     Mark(f"cluster {letter}", color, "square", "solid")
     for letter, color in zip("ABCDEF", PALETTE, strict=True)
 )
+# Bars that are so many times as long as most are cut off, or the others could not be told apart.
+LONG_BARS = 2.0
 RLS_ZONES = (  # LoRP: lower end, name
     (0.0, "distributed"),
     (0.7, "intermediate"),
@@ -60,9 +62,10 @@ def dense_pictures(study: Study) -> Iterator[Picture]:
     if study.scores:
         yield _similarity(study)
         yield _rls(study)
-        yield _influence(study)
     if any(model.removed for model in study.models):
         yield _removal(study)
+    if study.scores:
+        yield _influence(study)
 
 
 def _similarity(study: Study) -> Picture:
@@ -84,6 +87,7 @@ def _similarity(study: Study) -> Picture:
         panels,
         Table(header, rows, f"Similarity on {first.calibration}"),
         [cluster_mark(index) for index in range(count)],
+        wide=len(panels) > 1,
     )
 
 
@@ -160,7 +164,7 @@ def _rls(study: Study) -> Picture:
         "mode": "markers+text",
         "x": values,
         "y": names,
-        "text": [f"<b>{value:.3f}</b>" for value in values],
+        "text": [f"  <b>{value:.3f}</b>" for value in values],
         "textposition": "middle right",
         "marker": {"size": 15, "symbol": "diamond", "color": "#000000", "line": {"width": 2}},
         "meta": "ink",
@@ -168,7 +172,9 @@ def _rls(study: Study) -> Picture:
     }
     layout = {
         "xaxis": axis("Representation Locality Score", range=[0, high], showgrid=False),
-        "yaxis": axis("", showgrid=False, showticklabels=len(known) > 1, ticks=""),
+        "yaxis": axis(
+            "", autorange="reversed", showgrid=False, showticklabels=len(known) > 1, ticks=""
+        ),
         "shapes": shapes,
         "annotations": notes,
         "margin": {"l": 8, "r": 12, "t": 44, "b": 8},
@@ -201,15 +207,15 @@ def _influence(study: Study) -> Picture:
     data: list[Any] = [
         {
             "type": "bar",
-            "x": layers,
-            "y": list(first.block_influence),
-            "marker": {
-                "color": [REMOVED if layer in gone else KEPT for layer in layers],
-                "pattern": {"shape": ["/" if layer in gone else "" for layer in layers]},
-                "line": {"width": 0},
-            },
+            "x": shown,
+            "y": [first.block_influence[layer] for layer in shown],
+            "marker": {"color": color, "pattern": {"shape": pattern}, "line": {"width": 0}},
             "hovertemplate": "layer %{x}<br>block influence %{y:.4f}<extra></extra>",
         }
+        for shown, color, pattern in (
+            ([layer for layer in layers if layer not in gone], KEPT, ""),
+            (sorted(gone), REMOVED, "/"),
+        )
     ]
     data += [
         {
@@ -229,6 +235,8 @@ def _influence(study: Study) -> Picture:
     legend += [Mark(f"other calibrations: {'; '.join(others)}", GREY, "circle", "solid")][
         : len(others)
     ]
+    top, notes = _cut_off(study)
+    cut = " Bars with a number above are cut off." if notes else ""
     low = min(layers, key=lambda layer: first.block_influence[layer])
     rows = [
         [
@@ -241,19 +249,47 @@ def _influence(study: Study) -> Picture:
     header = ["layer", "", *(scores.calibration for scores in study.scores)]
     layout = {
         "xaxis": axis("layer", showgrid=False, range=[-0.7, len(layers) - 0.3]),
-        "yaxis": axis("block influence", rangemode="tozero"),
+        "yaxis": axis("block influence", range=[0, top]),
+        "annotations": notes,
         "bargap": 0.15,
+        "margin": {"l": 8, "r": 12, "t": 24, "b": 8},
+        "barmode": "overlay",
     }
     alt = f"Bars of block influence of {len(layers)} layers; the lowest is layer {low}."
     return Picture(
         "influence",
         "How much each layer turns the state",
         "Block influence: 1 − cosine between what enters a layer and what leaves it (ShortGPT). "
-        "A layer with a low bar hardly changes direction.",
+        f"A layer with a low bar hardly changes direction.{cut}",
         [Panel(spec(data, layout, 280), alt)],
         Table(header, rows, "Block influence by layer and calibration"),
         legend,
+        wide=True,
     )
+
+
+def _cut_off(study: Study) -> tuple[float, list[dict[str, Any]]]:
+    """Return where the bars end, and the values of those that would be much longer."""
+    values = sorted(value for scores in study.scores for value in scores.block_influence)
+    limit = LONG_BARS * values[int(0.8 * (len(values) - 1))]
+    within = [value for value in values if value <= limit]
+    if limit <= 0 or not within or values[-1] < LONG_BARS * within[-1]:
+        return 1.05 * values[-1] or 1.0, []
+    top = 1.1 * within[-1]
+    notes = [
+        {
+            "x": layer,
+            "y": 1,
+            "yref": "paper",
+            "yanchor": "bottom",
+            "text": f"{value:.2f}↑",
+            "showarrow": False,
+            "font": {"size": 11},
+        }
+        for layer, value in enumerate(study.scores[0].block_influence)
+        if value > top
+    ]
+    return top, notes
 
 
 def _removal(study: Study) -> Picture:

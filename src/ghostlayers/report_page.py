@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,8 @@ class Chapter:
     best: Table | None
     sections: Sequence[Section]
     tasks: Table | None
-    gaps: Sequence[Gap]
+    gaps: Mapping[str, Sequence[str]]
+    num_gaps: int
     warnings: Sequence[str]
     facts: Sequence[tuple[str, str]]
     versions: Table | None
@@ -151,13 +152,21 @@ def _chapter(study: Study, index: int) -> Chapter:
         best=best_table(study),
         sections=[section for section in sections if section.pictures],
         tasks=_task_table(study),
-        gaps=study.gaps,
+        gaps=_by_reason(study.gaps),
+        num_gaps=len(study.gaps),
         warnings=warnings,
         facts=[("Dense model", study.model), *study.facts],
         versions=_version_table(study),
         expected=expected,
         note=study.title or "",
     )
+
+
+def _by_reason(gaps: Sequence[Gap]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for gap in gaps:
+        found.setdefault(gap.reason, []).append(gap.what)
+    return found
 
 
 def _task_table(study: Study) -> Table | None:

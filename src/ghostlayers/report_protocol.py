@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .report_data import SHORT_HASH, Gap, Study
+from .report_data import SHORT_HASH, Gap, Study, short_name
 
 
 class Studies:
@@ -16,8 +16,16 @@ class Studies:
         self._texts: dict[str, str] = {}
 
     def of(self, model: str) -> Study:
-        """Return the study of a dense model; begun if there is none."""
+        """Return the study of a dense model; begun if there is none.
+
+        A comparison keeps only the last part of a local path: it names the same model as the one
+        path that ends so, if there is no other.
+        """
         key = model.rstrip("/") or model
+        if key not in self.by_model:
+            alike = [known for known in self.by_model if short_name(known) == short_name(key)]
+            if len(alike) == 1 and "/" not in min(alike[0], key, key=len):
+                return self.by_model[alike[0]]
         return self.by_model.setdefault(key, Study(key))
 
     def label(self, label: str, digest: str | None) -> str:

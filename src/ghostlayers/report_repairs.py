@@ -155,7 +155,7 @@ def _guard_picture(trials: list[Any]) -> Picture:
         own = [
             (name, trial)
             for name, trial in zip(names, shown, strict=True)
-            if bool(trial[2].get("kept")) == (mark.label == "kept")
+            if _decision(trial[2]) == mark.label
         ]
         data.append(
             {
@@ -196,8 +196,12 @@ def _guard_picture(trials: list[Any]) -> Picture:
         + more,
         [Panel(spec(data, layout, 80 + 44 * len(shown)), f"{kept} of {len(unlike)} trials kept.")],
         _guard_table(trials),
-        DECIDED,
+        [mark for mark in DECIDED if any(_decision(trial[2]) == mark.label for trial in shown)],
     )
+
+
+def _decision(tried: Mapping[str, Any]) -> str:
+    return "kept" if tried.get("kept") else "dropped"
 
 
 def _guard_table(trials: list[Any]) -> Table:
@@ -214,7 +218,7 @@ def _guard_table(trials: list[Any]) -> Table:
                 number(tried.get("gain"), 3),
                 number(tried.get("gain_standard_error"), 2),
                 "–" if asked is None else f"{asked:g}",
-                "kept" if tried.get("kept") else "dropped",
+                _decision(tried),
                 entry["operator"],
                 "–" if share is None else f"{100 * share:.0f}",
             ]

@@ -78,7 +78,7 @@ def speed_pictures(study: Study, looks: Mapping[str, Mark]) -> Iterator[Picture]
         "speed",
         "Speed against quality",
         f"{how} Perplexity on {label}, lower right is better. Ringed and joined: no other model is "
-        "both faster and better (the Pareto front); differences within the noise count as such.",
+        "both faster and better (the Pareto front, which takes the numbers without their noise).",
         panels,
         table,
         [looks[name] for name in dict.fromkeys(used)],
@@ -136,14 +136,14 @@ def _panel(
             "text": _note(point),
             "showarrow": False,
             "font": {"size": 11},
-            "xanchor": "right",
-            "xshift": -12,
-            "yshift": 8,
+            "xanchor": "left",
+            "xshift": 11,
+            "yshift": -9,
         }
         for point in front
     ]
     layout = {
-        "xaxis": axis(f"{axis_title}, ×", range=[min(speeds) - 2.2 * pad, max(speeds) + pad]),
+        "xaxis": axis(f"{axis_title}, ×", range=[min(speeds) - pad, max(speeds) + 2.5 * pad]),
         "yaxis": log_axis("perplexity", [point.perplexity for point in every]),
         "annotations": notes,
     }

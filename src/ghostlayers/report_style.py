@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ GLYPHS = {
     "star": "★",
     "x": "✖",
 }
+NUMBER = re.compile(r"[+−-]?\d+(\.\d+)?(e[+-]\d+)?×?( ± \d+(\.\d+)?)?")
 DASHES = ("solid", "dash", "dot")
 
 
@@ -57,7 +59,11 @@ class Table:
     def right(self) -> list[bool]:
         """Which columns hold numbers."""
         columns = list(zip(*self.rows, strict=True)) or [()] * len(self.header)
-        return [any(map(_is_number, column)) and column != () for column in columns]
+        return [
+            any(map(NUMBER.fullmatch, column))
+            and all(cell in ("", "–") or NUMBER.fullmatch(cell) for cell in column)
+            for column in columns
+        ]
 
 
 @dataclass(frozen=True)
@@ -208,10 +214,6 @@ def with_error(value: Value | None, scale: float = 1.0, places: int = 2) -> str:
         return "–"
     spread = "" if value.error is None else f" ± {scale * value.error:.{places}f}"
     return f"{scale * value.value:.{places}f}{spread}"
-
-
-def _is_number(cell: str) -> bool:
-    return bool(cell) and (cell[0].isdigit() or (cell[0] in "+-−×" and cell[1:2].isdigit()))
 
 
 __all__ = [

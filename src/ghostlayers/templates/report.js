@@ -71,7 +71,8 @@
 
   let opened = [];
   window.addEventListener("beforeprint", () => {
-    opened = [...document.querySelectorAll("details:not([open]):not(.bulky)")];
+    opened = [...document.querySelectorAll("details:not([open]):not(.bulky)")]
+      .filter((item) => Number(item.dataset.rows) <= 45);
     opened.forEach((item) => { item.open = true; });
     paint(false);
     fit();
