@@ -1,4 +1,4 @@
-"""The command line: `ghostlayers analyze | prune | finetune | eval | info`."""
+"""The command line: `ghostlayers analyze | prune | finetune | eval | report | info`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ VERBS = {
     "prune": "remove layers, repair the model, write a checkpoint",
     "finetune": "distil the dense model into a pruned checkpoint and write another one",
     "eval": "perplexity, task accuracy and speed of models, each beside the first one",
+    "report": "draw comparisons, checkpoints and measurements on one HTML page",
     "info": "say what was removed from a checkpoint and how it was repaired",
 }
 EXAMPLES = """examples:
@@ -32,6 +33,7 @@ EXAMPLES = """examples:
   ghostlayers finetune pruned --teacher org/model -o tuned --calibration c4
   ghostlayers eval org/model pruned --perplexity wikitext2
   ghostlayers eval org/model pruned --tasks paper --speed
+  ghostlayers report pruned scores.json eval.json -o report.html
   ghostlayers info pruned
 """
 ANALYZE_FIELDS = (
@@ -88,6 +90,8 @@ def _add_config_flags(
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all verbs; imports no torch."""
+    from .report_command import add_report_flags
+
     parser = _Parser(
         prog="ghostlayers",
         description="Make a large language model shallower without training, and keep it working.",
@@ -134,6 +138,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_finetune(added["finetune"], model_help)
 
     _add_eval(added["eval"], model_help)
+
+    add_report_flags(added["report"])
 
     added["info"].add_argument("path", metavar="PATH", help="a checkpoint written by prune")
     return parser
@@ -223,6 +229,7 @@ def _run(args: argparse.Namespace) -> int:
     from . import commands
     from .eval_command import run_eval
     from .finetune_command import run_finetune
+    from .report_command import run_report
 
     settings: dict[str, Any] = {
         item.name: getattr(args, item.name)
@@ -237,6 +244,7 @@ def _run(args: argparse.Namespace) -> int:
             "prune": commands.run_prune,
             "finetune": run_finetune,
             "eval": run_eval,
+            "report": run_report,
             "info": commands.run_info,
         }[args.verb]
         with redirect_stdout(sys.stderr if args.json == "-" else sys.stdout):

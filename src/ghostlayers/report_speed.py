@@ -138,12 +138,13 @@ def _panel(
             "font": {"size": 11},
             "xanchor": "left",
             "xshift": 11,
-            "yshift": -9,
+            "yshift": -11,
+            "align": "left",
         }
         for point in front
     ]
     layout = {
-        "xaxis": axis(f"{axis_title}, ×", range=[min(speeds) - pad, max(speeds) + 2.5 * pad]),
+        "xaxis": axis(f"{axis_title}, ×", range=[min(speeds) - pad, max(speeds) + 3 * pad]),
         "yaxis": log_axis("perplexity", [point.perplexity for point in every]),
         "annotations": notes,
     }
@@ -165,7 +166,7 @@ def _note(point: Point) -> str:
     model = point.model
     if model.selector is None:
         return text(_plain(point))
-    return text(f"{model.selector} −{model.num_removed}")
+    return f"{text(model.selector)}<br>−{model.num_removed}"
 
 
 def _scatter(points: Sequence[Point], color: str, symbol: str) -> dict[str, Any]:
