@@ -35,7 +35,7 @@
 
   function height(place, layout) {
     if (!place.classList.contains("square")) return layout.height;
-    return Math.round(Math.min(place.clientWidth, 620) + 62);
+    return Math.round(Math.min(place.clientWidth, 620) + 70);
   }
 
   for (const source of document.querySelectorAll("script[data-plot]")) {
@@ -74,11 +74,13 @@
     opened = [...document.querySelectorAll("details:not([open]):not(.bulky)")]
       .filter((item) => Number(item.dataset.rows) <= 45);
     opened.forEach((item) => { item.open = true; });
+    document.documentElement.classList.add("printing");
     paint(false);
     fit();
   });
   window.addEventListener("afterprint", () => {
     opened.forEach((item) => { item.open = false; });
+    document.documentElement.classList.remove("printing");
     paint(dark.matches);
     fit();
   });
