@@ -21,6 +21,9 @@ SCREENS = {
     "dark": (1280, 900, "dark"),
     "phone": (360, 780, "light"),
 }
+PLOTS = "[...document.querySelectorAll('.plot')]"
+DRAWINGS = "[...document.querySelectorAll('.plot svg.main-svg')]"
+TABLES = "[...document.querySelectorAll('table')]"
 CONTRAST = """() => {
   const channel = (v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
   const light = (text) => {
@@ -75,9 +78,7 @@ def test_a_page_draws_without_errors_requests_or_overflow(browser, report, scree
     assert len(drawn) == 17 and all(drawn)
     width = SCREENS[screen][0]
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    boxes = page.evaluate(
-        "[...document.querySelectorAll('.plot svg.main-svg')].map(s => s.getBoundingClientRect().right)"
-    )
+    boxes = page.evaluate(f"{DRAWINGS}.map(drawing => drawing.getBoundingClientRect().right)")
     assert max(boxes) <= width
     assert min(page.evaluate(CONTRAST)) >= 4.5
     page.close()
@@ -117,9 +118,7 @@ def test_a_printed_page_fits_and_opens_short_tables(browser, report):
     page, said, _ = opened(browser, report, "dark")
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     page.emulate_media(media="print", color_scheme="dark")
-    widest = page.evaluate(
-        "Math.max(...[...document.querySelectorAll('.plot svg.main-svg')].map(s => s.clientWidth))"
-    )
+    widest = max(page.evaluate(f"{DRAWINGS}.map(drawing => drawing.clientWidth)"))
     assert 300 < widest <= 680
     assert page.evaluate("document.querySelectorAll('details[open]').length") > 5
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
