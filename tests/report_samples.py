@@ -149,6 +149,25 @@ def cell_perplexity(name: str, selector: str, operator: str, budget: int, count:
     return round(DENSE[name] * math.exp(harm * budget * repaired), 4)
 
 
+def run_line(model: str, depth: int, settings: dict[str, Any]) -> RunLine:
+    return RunLine(
+        model={
+            "name": model,
+            "architecture": "LlamaForCausalLM",
+            "num_layers": depth,
+            "parameters": 134515008,
+            "dtype": "float32",
+            "fingerprint": {"weights_sha256": "ab" * 32},
+        },
+        versions=VERSIONS,
+        created="2026-11-29T20:00:00+00:00",
+        settings=settings,
+        machine={"cpu": "Xeon", "gpu": None, "threads": 1},
+        commit="abc1234",
+        command=["compare", model, "-o", "grid"],
+    )
+
+
 def write_comparison(
     folder: Path,
     *,
@@ -169,24 +188,7 @@ def write_comparison(
         "calibration": list(dict.fromkeys(name for name, _ in calibrations)),
         "num_windows": list(dict.fromkeys(count for _, count in calibrations)),
     }
-    file.add(
-        RunLine(
-            model={
-                "name": model,
-                "architecture": "LlamaForCausalLM",
-                "num_layers": depth,
-                "parameters": 134515008,
-                "dtype": "float32",
-                "fingerprint": {"weights_sha256": "ab" * 32},
-            },
-            versions=VERSIONS,
-            created="2026-11-29T20:00:00+00:00",
-            settings=settings,
-            machine={"cpu": "Xeon", "gpu": None, "threads": 1},
-            commit="abc1234",
-            command=["compare", model, "-o", "grid"],
-        )
-    )
+    file.add(run_line(model, depth, settings))
     texts = {name: perplexity(name, value) for name, value in DENSE.items()}
     file.add(DenseLine(texts, tasks(0.6), speed(depth, depth, "none")))
     for name, count in calibrations:

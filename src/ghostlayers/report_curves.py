@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .report_data import Model, Study, Value, short_name, unique
+from .report_quantity import Getter, Quantity, dense_line, error_bars
 from .report_style import (
-    GREY,
     Mark,
     Panel,
     Picture,
     Table,
     axis,
-    log_axis,
     spec,
     text,
-    with_error,
 )
-
-Getter = Callable[[Model], Value | None]
 
 
 def quality_pictures(study: Study, looks: Mapping[str, Mark]) -> Iterator[Picture]:
@@ -29,7 +24,7 @@ def quality_pictures(study: Study, looks: Mapping[str, Mark]) -> Iterator[Pictur
         yield _quality(
             study,
             looks,
-            _Quantity(f"perplexity-{index + 1}", f"Perplexity on {label}", _on(label)),
+            Quantity(f"perplexity-{index + 1}", f"Perplexity on {label}", _on(label)),
         )
     every = [study.dense, *study.models]
     for metric in ("acc", "acc_norm"):
@@ -43,46 +38,15 @@ def _on(label: str) -> Getter:
     return lambda model: model.perplexity.get(label)
 
 
-class _Quantity:
-    """What is drawn: perplexity on a log axis, or accuracy in percent."""
-
-    def __init__(self, key: str, title: str, of: Getter, *, percent: bool = False) -> None:
-        self.key, self.title, self.of, self.percent = key, title, of, percent
-        self.scale = 100.0 if percent else 1.0
-        self.axis_title = "accuracy, %" if percent else "perplexity"
-
-    def numbers(self, models: Sequence[Model | None]) -> list[float]:
-        """Return all values with their errors' ends."""
-        found = []
-        for model in models:
-            value = None if model is None else self.of(model)
-            if value is not None:
-                error = value.error or 0.0
-                ends = (value.value - error, value.value, value.value + error)
-                found += [self.scale * end for end in ends if self.percent or end > 0]
-        return found
-
-    def axis(self, values: Sequence[float], **changes: Any) -> dict[str, Any]:
-        """Return an axis around the values."""
-        if not self.percent:
-            return log_axis(self.axis_title, values, **changes)
-        pad = 0.06 * (max(values) - min(values)) + 0.5
-        return axis(self.axis_title, range=[min(values) - pad, max(values) + pad], **changes)
-
-    def show(self, value: Value | None) -> str:
-        """Write a value with its error for people."""
-        return with_error(value, self.scale, 1 if self.percent else 2)
-
-
-def _accuracy(metric: str, every: Sequence[Model | None]) -> _Quantity:
+def _accuracy(metric: str, every: Sequence[Model | None]) -> Quantity:
     tasks = next(model.tasks for model in every if model is not None and model.tasks)
     names = [score["task"] for score in tasks["scores"]]
     over = f"mean of {len(names)} tasks" if len(names) > 1 else names[0] if names else "no task"
     title = f"Accuracy ({metric}), {over}"
-    return _Quantity(metric, title, lambda model: model.accuracy.get(metric), percent=True)
+    return Quantity(metric, title, lambda model: model.accuracy.get(metric), percent=True)
 
 
-def _quality(study: Study, looks: Mapping[str, Mark], what: _Quantity) -> Picture:
+def _quality(study: Study, looks: Mapping[str, Mark], what: Quantity) -> Picture:
     models = [model for model in study.models if what.of(model) is not None]
     drawn = [model for model in study.main_models if what.of(model) is not None]
     counted = {model.num_removed for model in drawn}
@@ -114,7 +78,7 @@ def _quality(study: Study, looks: Mapping[str, Mark], what: _Quantity) -> Pictur
 def _curves(
     models: Sequence[Model],
     looks: Mapping[str, Mark],
-    what: _Quantity,
+    what: Quantity,
     dense: Value | None,
     values: Sequence[float],
 ) -> list[Panel]:
@@ -141,7 +105,7 @@ def _curves(
                 showgrid=False,
             ),
             "yaxis": what.axis(values),
-            **_dense_line(what, dense, "y"),
+            **dense_line(what, dense, "y"),
         }
         alt = f"{what.title} for {selector}: " + "; ".join(
             f"{label} "
@@ -156,7 +120,7 @@ def _curves(
     return panels
 
 
-def _line(models: list[Model], mark: Mark, what: _Quantity, shift: float) -> dict[str, Any]:
+def _line(models: list[Model], mark: Mark, what: Quantity, shift: float) -> dict[str, Any]:
     models = sorted(models, key=lambda model: model.num_removed or 0)
     found = [what.of(model) for model in models]
     known = [(model, value) for model, value in zip(models, found, strict=True) if value]
@@ -165,7 +129,7 @@ def _line(models: list[Model], mark: Mark, what: _Quantity, shift: float) -> dic
         "mode": "lines+markers",
         "x": [(model.num_removed or 0) + shift for model, _ in known],
         "y": [what.scale * value.value for _, value in known],
-        "error_y": _bars([value for _, value in known], what.scale),
+        "error_y": error_bars([value for _, value in known], what.scale),
         "line": {"color": mark.color, "dash": mark.dash, "width": 2},
         "marker": {"color": mark.color, "symbol": mark.symbol, "size": 9},
         "customdata": [
@@ -177,32 +141,10 @@ def _line(models: list[Model], mark: Mark, what: _Quantity, shift: float) -> dic
     }
 
 
-def _bars(values: Sequence[Value], scale: float) -> dict[str, Any]:
-    errors = [scale * (value.error or 0.0) for value in values]
-    return {"type": "data", "array": errors, "visible": True, "thickness": 1.4, "width": 4}
-
-
-def _dense_line(what: _Quantity, dense: Value | None, along: str) -> dict[str, Any]:
-    if dense is None:
-        return {}
-    place = what.scale * dense.value
-    other = "x" if along == "y" else "y"
-    line = {"color": GREY, "width": 1.5, "dash": "dash"}
-    ends = {f"{other}ref": "paper", f"{other}0": 0, f"{other}1": 1}
-    shape = {"type": "line", **ends, f"{along}0": place, f"{along}1": place, "line": line}
-    label = {"text": f"dense {what.show(Value(dense.value))}", "font": {"size": 11}}
-    corner = {"x": 0.01, "xref": "paper", "xanchor": "left", "yanchor": "bottom"}
-    if along == "x":
-        corner = {"y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
-    on_axis = place if what.percent else math.log10(place)
-    note = {**label, **corner, along: on_axis, "showarrow": False}
-    return {"shapes": [shape], "annotations": [note]}
-
-
 def _dots(
     models: Sequence[Model],
     looks: Mapping[str, Mark],
-    what: _Quantity,
+    what: Quantity,
     dense: Value | None,
     values: Sequence[float],
 ) -> Panel:
@@ -221,7 +163,7 @@ def _dots(
                 "text": [what.show(Value(value.value))],
                 "textposition": "top center",
                 "cliponaxis": False,
-                "error_x": _bars([value], what.scale),
+                "error_x": error_bars([value], what.scale),
                 "marker": {"color": mark.color, "symbol": mark.symbol, "size": 12},
                 "hovertemplate": f"{name}<br>{what.show(value)}<extra></extra>",
             }
@@ -230,7 +172,7 @@ def _dots(
         "xaxis": what.axis(values, showgrid=True),
         "yaxis": axis("", autorange="reversed", ticks="", type="category"),
         "margin": {"l": 8, "r": 24, "t": 26, "b": 8},
-        **_dense_line(what, dense, "x"),
+        **dense_line(what, dense, "x"),
     }
     alt = f"{what.title}: " + "; ".join(
         f"{model.method} {what.show(value)}" for model, value in known
@@ -254,7 +196,7 @@ def _row_names(models: Sequence[Model]) -> list[str]:
     return names
 
 
-def _table(study: Study, models: Sequence[Model], what: _Quantity) -> Table:
+def _table(study: Study, models: Sequence[Model], what: Quantity) -> Table:
     dense = None if study.dense is None else what.of(study.dense)
     header = ["selector", "repair", "removed", "layers", "calibration"]
     header += [what.axis_title, "difference" if what.percent else "ratio to dense"]
@@ -278,7 +220,7 @@ def _table(study: Study, models: Sequence[Model], what: _Quantity) -> Table:
     return Table(header, rows, f"{what.title}, ± standard error")
 
 
-def _against(what: _Quantity, model: Model, value: Value, dense: Value | None) -> str:
+def _against(what: Quantity, model: Model, value: Value, dense: Value | None) -> str:
     if dense is None:
         return "–"
     if not what.percent:
@@ -296,7 +238,7 @@ def _sensitivity(study: Study, looks: Mapping[str, Mark]) -> Iterator[Picture]:
     if not study.texts or not study.budgets:
         return
     label, budget = study.texts[0], study.budgets[-1]
-    what = _Quantity("sensitivity", f"Perplexity on {label}", _on(label))
+    what = Quantity("sensitivity", f"Perplexity on {label}", _on(label))
     cells = [m for m in study.models if not m.name and m.num_windows and what.of(m) is not None]
     best = study.best(m for m in cells if m.num_removed == budget)
     if best is None:
@@ -324,7 +266,7 @@ def _sensitivity(study: Study, looks: Mapping[str, Mark]) -> Iterator[Picture]:
                 showgrid=False,
             ),
             "yaxis": what.axis(values),
-            **_dense_line(what, dense, "y"),
+            **dense_line(what, dense, "y"),
         }
         alt = f"Perplexity against windows of {source}, {best.selector}, {budget} layers removed."
         panels.append(Panel(spec(data, layout, 320), alt, source))

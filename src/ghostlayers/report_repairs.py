@@ -150,6 +150,30 @@ def _guard_picture(trials: list[Any]) -> Picture:
         where = f"{entry['start']}–{last}" if last > entry["start"] else str(last)
         name = f"{where}: {text(tried['operator'])}<br>over {text(tried['against'])}"
         names.append(name + "\u200b" * sum(other.rstrip("\u200b") == name for other in names))
+    data = _trial_traces(names, shown)
+    line = {"color": GREY, "width": 1.5, "dash": "dash"}
+    zero = {"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": line}
+    layout = {
+        "xaxis": axis("gain in nats per token on held-out windows"),
+        "yaxis": axis("", autorange="reversed", type="category", ticks="", categoryarray=names),
+        "shapes": [zero],
+    }
+    more = f" {hidden} more in the table." if hidden else ""
+    kept = sum(bool(tried.get("kept")) for _, _, tried in unlike)
+    return Picture(
+        "guard",
+        "What the guard decided",
+        "Each repair against the next simpler one on windows that it was not fitted on. Whiskers: "
+        "as many standard errors as the guard asks for; it stays if they do not reach 0. If all "
+        "together win back too little of what the cut lost, none stays, whatever is shown here."
+        + more,
+        [Panel(spec(data, layout, 80 + 44 * len(shown)), f"{kept} of {len(unlike)} trials kept.")],
+        _guard_table(trials),
+        [mark for mark in DECIDED if any(_decision(trial[2]) == mark.label for trial in shown)],
+    )
+
+
+def _trial_traces(names: Sequence[str], shown: Sequence[Any]) -> list[dict[str, Any]]:
     data = []
     for mark in DECIDED:
         own = [
@@ -178,26 +202,7 @@ def _guard_picture(trials: list[Any]) -> Picture:
                 "hovertemplate": "%{y}<br>%{customdata}<br>gain %{x:.4f} nats<extra></extra>",
             }
         )
-    line = {"color": GREY, "width": 1.5, "dash": "dash"}
-    zero = {"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": line}
-    layout = {
-        "xaxis": axis("gain in nats per token on held-out windows"),
-        "yaxis": axis("", autorange="reversed", type="category", ticks="", categoryarray=names),
-        "shapes": [zero],
-    }
-    more = f" {hidden} more in the table." if hidden else ""
-    kept = sum(bool(tried.get("kept")) for _, _, tried in unlike)
-    return Picture(
-        "guard",
-        "What the guard decided",
-        "Each repair against the next simpler one on windows that it was not fitted on. Whiskers: "
-        "as many standard errors as the guard asks for; it stays if they do not reach 0. If all "
-        "together win back too little of what the cut lost, none stays, whatever is shown here."
-        + more,
-        [Panel(spec(data, layout, 80 + 44 * len(shown)), f"{kept} of {len(unlike)} trials kept.")],
-        _guard_table(trials),
-        [mark for mark in DECIDED if any(_decision(trial[2]) == mark.label for trial in shown)],
-    )
+    return data
 
 
 def _decision(tried: Mapping[str, Any]) -> str:

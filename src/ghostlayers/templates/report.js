@@ -71,6 +71,7 @@
 
   let opened = [];
   window.addEventListener("beforeprint", () => {
+    if (document.documentElement.classList.contains("printing")) return;
     opened = [...document.querySelectorAll("details:not([open]):not(.bulky)")]
       .filter((item) => Number(item.dataset.rows) <= 45);
     opened.forEach((item) => { item.open = true; });
