@@ -157,40 +157,51 @@ def _dots(
         data.append(
             {
                 "type": "scatter",
-                "mode": "markers+text",
+                "mode": "markers",
                 "x": [what.scale * value.value],
                 "y": [name],
-                "text": [what.show(Value(value.value))],
-                "textposition": "top center",
-                "cliponaxis": False,
                 "error_x": error_bars([value], what.scale),
                 "marker": {"color": mark.color, "symbol": mark.symbol, "size": 12},
                 "hovertemplate": f"{name}<br>{what.show(value)}<extra></extra>",
             }
         )
+    line = dense_line(what, dense, "x")
+    corner = {"x": 0.01, "xref": "paper", "xanchor": "left", "yanchor": "bottom", "yshift": 7}
+    notes = [
+        {**corner, "y": name, "text": f"{name}: {what.show(value)}", "showarrow": False}
+        for name, (_, value) in zip(names, known, strict=True)
+    ]
     layout = {
         "xaxis": what.axis(values, showgrid=True),
-        "yaxis": axis("", autorange="reversed", ticks="", type="category"),
-        "margin": {"l": 8, "r": 24, "t": 26, "b": 8},
-        **dense_line(what, dense, "x"),
+        "yaxis": axis(
+            "",
+            range=[len(names) - 0.7, -0.9],
+            ticks="",
+            type="category",
+            showticklabels=False,
+            showgrid=False,
+        ),
+        "margin": {"l": 8, "r": 12, "t": 26, "b": 8},
+        "shapes": line.get("shapes", []),
+        "annotations": [*line.get("annotations", []), *notes],
     }
     alt = f"{what.title}: " + "; ".join(
         f"{model.method} {what.show(value)}" for model, value in known
     )
-    return Panel(spec(data, layout, 100 + 50 * len(known)), alt)
+    return Panel(spec(data, layout, 90 + 58 * len(known)), alt)
 
 
 def _row_names(models: Sequence[Model]) -> list[str]:
-    """Return a name in two lines for each model, all different."""
+    """Return a name for each model, all different."""
     names: list[str] = []
     for model in models:
-        below = f"{model.num_removed} removed" if model.num_removed else ""
+        below = f"−{model.num_removed}" if model.num_removed else ""
         if model.name:
             below = ", ".join(filter(None, [short_name(model.name), below]))
         if model.selector is None:
             name = text(short_name(model.name))
         else:
-            name = f"{text(model.method)}<br>{text(below)}"
+            name = text(f"{model.method} ({below})" if below else model.method)
         twins = sum(other.split("\u200b")[0] == name for other in names)
         names.append(name + "\u200b" * twins)
     return names

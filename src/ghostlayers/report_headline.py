@@ -22,6 +22,8 @@ def title_of(study: Study) -> str:
     """Return the result in one line, such as '7 of 30 layers removed: perplexity 29.8 → 49.0'."""
     model, depth = study.headline, study.num_layers
     if model is None or not model.num_removed:
+        if study.budgets:
+            return f"{study.budgets[-1]} of {depth} layers removed"
         if study.scores and study.scores[0].rls is not None:
             return f"{depth} layers, RLS {study.scores[0].rls:.2f}"
         return "What was measured"

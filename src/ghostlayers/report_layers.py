@@ -124,7 +124,7 @@ def influence_picture(study: Study) -> Picture:
         "yaxis": axis("block influence", range=[0, top]),
         "annotations": notes,
         "bargap": 0.15,
-        "margin": {"l": 8, "r": 12, "t": 24, "b": 8},
+        "margin": {"l": 8, "r": 12, "t": 40, "b": 8},
         "barmode": "overlay",
     }
     alt = f"Bars of block influence of {len(layers)} layers; the lowest is layer {low}."
@@ -188,6 +188,7 @@ def _cut_off(study: Study) -> tuple[float, list[dict[str, Any]]]:
             "text": f"{value:.2f}↑",
             "showarrow": False,
             "font": {"size": 11},
+            "textangle": -90,
         }
         for layer, value in enumerate(study.scores[0].block_influence)
         if value > top

@@ -52,7 +52,7 @@ def _error_picture(study: Study, rows: list[Any], looks: Mapping[str, Mark]) -> 
         names = [f"{name}<br>{text(key[2])}" for name, key in zip(names, shown, strict=True)]
     data, used = _error_traces([places[key] for key in shown], names, looks)
     layout = {
-        "xaxis": axis("relative error of the state behind the cut, %", rangemode="tozero"),
+        "xaxis": axis("relative error, %", rangemode="tozero"),
         "yaxis": axis("", autorange="reversed", type="category", ticks=""),
     }
     cells = [
@@ -154,7 +154,7 @@ def _guard_picture(trials: list[Any]) -> Picture:
     line = {"color": GREY, "width": 1.5, "dash": "dash"}
     zero = {"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": line}
     layout = {
-        "xaxis": axis("gain in nats per token on held-out windows"),
+        "xaxis": axis("gain, nats per token"),
         "yaxis": axis("", autorange="reversed", type="category", ticks="", categoryarray=names),
         "shapes": [zero],
     }
@@ -163,7 +163,7 @@ def _guard_picture(trials: list[Any]) -> Picture:
     return Picture(
         "guard",
         "What the guard decided",
-        "Each repair against the next simpler one on windows that it was not fitted on. Whiskers: "
+        "Each repair against the next simpler one, on held-out windows. Whiskers: "
         "as many standard errors as the guard asks for; it stays if they do not reach 0. If all "
         "together win back too little of what the cut lost, none stays, whatever is shown here."
         + more,
