@@ -217,6 +217,13 @@ def test_checkpoints_evaluations_and_analyses_combine(tmp_path):
     assert "Speed was not measured" in text
 
 
+def test_the_same_sweep_given_twice_is_drawn_once(tmp_path):
+    first = write_analysis(tmp_path / "a.json")
+    other = write_analysis(tmp_path / "b.json")
+    inputs = read_inputs([str(first), str(other)])
+    assert len(inputs.analyses) == 2 and len(build_studies(inputs)[0].scores) == 1
+
+
 def test_models_of_other_dense_models_get_a_chapter_of_their_own(tmp_path):
     one = write_checkpoint(tmp_path / "one", source="org/a")
     two = write_checkpoint(tmp_path / "two", source="org/b")

@@ -97,7 +97,7 @@ def _add_sweep(studies: Studies, study: Study, line: CalibrationLine) -> str:
     label = studies.label(windows_label(named), line.hash)
     study.add_fact(f"Calibration on {label}", windows_fact(record))
     order = list(dict.fromkeys(line.clusters))
-    study.scores.append(
+    study.add_scores(
         LayerScores(
             label,
             line.similarity,

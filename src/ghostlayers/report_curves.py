@@ -167,8 +167,9 @@ def _dots(
         )
     line = dense_line(what, dense, "x")
     corner = {"x": 0.01, "xref": "paper", "xanchor": "left", "yanchor": "bottom", "yshift": 7}
+    corner |= {"showarrow": False, "font": {"size": 11}}
     notes = [
-        {**corner, "y": name, "text": f"{name}: {what.show(value)}", "showarrow": False}
+        {**corner, "y": name, "text": f"{name}: {what.show(Value(value.value))}"}
         for name, (_, value) in zip(names, known, strict=True)
     ]
     layout = {

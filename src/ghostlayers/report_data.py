@@ -159,6 +159,11 @@ class Study:
         if (term, text) not in self.facts:
             self.facts.append((term, text))
 
+    def add_scores(self, scores: LayerScores) -> None:
+        """Add a sweep, once: `analyze` and `compare` may have measured the same windows."""
+        if scores not in self.scores:
+            self.scores.append(scores)
+
     @property
     def num_layers(self) -> int | None:
         """Depth L of the dense model, if any input says it."""

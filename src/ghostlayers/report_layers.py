@@ -54,6 +54,10 @@ def locality_picture(study: Study) -> Picture:
         place = {"x": (low + end) / 2, "y": 1, "yref": "paper", "yanchor": "bottom"}
         notes.append({**place, "text": label, "showarrow": False, "font": {"size": 11}})
     names = [text(scores.calibration) for scores in known]
+    if len(names) > 1:
+        corner = {"x": 0.01, "xref": "paper", "xanchor": "left", "yanchor": "bottom", "yshift": 3}
+        corner |= {"showarrow": False, "font": {"size": 11}}
+        notes += [{**corner, "y": name, "text": name} for name in names]
     data = {
         "type": "scatter",
         "mode": "markers+text",
@@ -66,10 +70,8 @@ def locality_picture(study: Study) -> Picture:
         "hovertemplate": "%{y}<br>RLS %{x:.4f}<extra></extra>",
     }
     layout = {
-        "xaxis": axis("Representation Locality Score", range=[0, high], showgrid=False),
-        "yaxis": axis(
-            "", autorange="reversed", showgrid=False, showticklabels=len(known) > 1, ticks=""
-        ),
+        "xaxis": axis("RLS", range=[0, high], showgrid=False),
+        "yaxis": axis("", autorange="reversed", showgrid=False, showticklabels=False, ticks=""),
         "shapes": shapes,
         "annotations": notes,
         "margin": {"l": 8, "r": 12, "t": 44, "b": 8},
@@ -89,7 +91,11 @@ def locality_picture(study: Study) -> Picture:
         "How far the similarity reaches",
         "RLS = −log2 of the mean similarity of all pairs of layers (LoRP). A low score: layers far "
         "apart are alike too, and lorp uses more clusters.",
-        [Panel(spec([data], layout, 120 + 26 * max(1, len(known))), alt)],
+        [
+            Panel(
+                spec([data], layout, 120 + (40 if len(known) > 1 else 26) * max(1, len(known))), alt
+            )
+        ],
         Table(["calibration", "RLS", "clusters by RLS", "clusters used"], rows),
     )
 

@@ -173,7 +173,7 @@ def _add_analysis(studies: Studies, path: str, value: Mapping[str, Any]) -> None
     clusters = cluster_layers(matrix[:-1, :-1], min(value["num_clusters"], len(matrix) - 1))
     labels = {layer: index for index, members in enumerate(clusters) for layer in members}
     rls = value.get("rls")
-    study.scores.append(
+    study.add_scores(
         LayerScores(
             label,
             value["similarity"],
