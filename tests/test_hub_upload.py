@@ -6,7 +6,6 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from huggingface_hub import utils as hub_utils
 
 from ghostlayers.model_card import model_card
 
@@ -36,7 +35,7 @@ def hub(monkeypatch):
             return f"https://huggingface.co/{repo_id}/commit/1"
 
     monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
-    monkeypatch.setattr(hub_utils, "get_token", lambda: state["token"])
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: state["token"])
     return calls, state
 
 

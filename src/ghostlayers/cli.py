@@ -1,4 +1,4 @@
-"""The command line: `ghostlayers analyze | prune | finetune | eval | compare | export | info`."""
+"""The command line: analyze, prune, finetune, eval, compare, report, export, info."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ VERBS = {
     "finetune": "distil the dense model into a pruned checkpoint and write another one",
     "eval": "perplexity, task accuracy and speed of models, each beside the first one",
     "compare": "measure a grid of cuts and operators from few passes over the model",
+    "report": "draw comparisons, checkpoints and measurements on one HTML page",
     "export": "write a checkpoint as a GGUF file for llama.cpp and what is built on it",
     "info": "say what was removed from a checkpoint and how it was repaired",
 }
@@ -36,6 +37,7 @@ EXAMPLES = """examples:
   ghostlayers eval org/model pruned --perplexity wikitext2
   ghostlayers eval org/model pruned --tasks paper --speed
   ghostlayers compare org/model --num-remove 3,5,7 --calibration c4 --perplexity wikitext2 -o grid
+  ghostlayers report grid -o report.html
   ghostlayers export pruned --format gguf -o pruned.gguf --verify
   ghostlayers info pruned
 """
@@ -95,6 +97,8 @@ def _add_config_flags(
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all verbs; imports no torch."""
     from .compare_command import add_compare_flags
+    from .export_command import add_export
+    from .report_command import add_report_flags
 
     parser = _Parser(
         prog="ghostlayers",
@@ -165,8 +169,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_eval(added["eval"], model_help)
 
     add_compare_flags(added["compare"], model_help)
-    from .export_command import add_export
-
+    add_report_flags(added["report"])
     add_export(added["export"])
 
     added["info"].add_argument("path", metavar="PATH", help="a checkpoint written by prune")
@@ -273,6 +276,7 @@ def _run(args: argparse.Namespace) -> int:
     from .eval_command import run_eval
     from .export_command import run_export
     from .finetune_command import run_finetune
+    from .report_command import run_report
 
     settings: dict[str, Any] = {
         item.name: getattr(args, item.name)
@@ -289,6 +293,7 @@ def _run(args: argparse.Namespace) -> int:
             "eval": run_eval,
             "compare": run_compare,
             "export": run_export,
+            "report": run_report,
             "info": commands.run_info,
         }[args.verb]
         with redirect_stdout(sys.stderr if args.json == "-" else sys.stdout):

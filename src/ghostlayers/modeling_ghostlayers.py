@@ -221,9 +221,9 @@ class _FamilyModel:
         if getattr(type(config), "model_type", None) != MODEL_TYPE:
             raise ValueError(f"{type(self).__name__} needs a Ghost config, got {type(config)}")
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        base = self.base_model
+        base = self.base_model  # type: ignore[attr-defined]
         if base is self or not isinstance(base, _FamilyModel):
-            _install(self, config.ghost_operators, config.ghost_decoder)  # type: ignore[attr-defined]
+            _install(self, config.ghost_operators, config.ghost_decoder)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, GhostOperator) or getattr(module, "_ghost_part", False):
