@@ -22,7 +22,7 @@ def check_push(repo: str) -> None:
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import get_token, validate_repo_id
+    from huggingface_hub.utils import get_token, validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(repo)

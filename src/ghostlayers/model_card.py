@@ -103,7 +103,7 @@ def _loss_table(record: dict[str, Any]) -> list[str]:
     """Return what the guard measured: perplexity on windows that no fit has seen."""
     guard = record.get("guard") or {}
     named = {"dense": "loss_dense", "pruned": "loss_none", "this model": "loss_chosen"}
-    losses = {name: guard.get(key) for name, key in named.items()}
+    losses: dict[str, Any] = {name: guard.get(key) for name, key in named.items()}
     if not all(isinstance(loss, float) for loss in losses.values()):
         return []
     rows = [

@@ -223,7 +223,7 @@ class _FamilyModel:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         base = self.base_model  # type: ignore[attr-defined]
         if base is self or not isinstance(base, _FamilyModel):
-            _install(self, config.ghost_operators, config.ghost_decoder)  # type: ignore[attr-defined]
+            _install(self, config.ghost_operators, config.ghost_decoder)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, GhostOperator) or getattr(module, "_ghost_part", False):
