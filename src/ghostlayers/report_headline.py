@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .operators import REFINED
 from .report_data import Model, Study, Value, short_name
 from .report_style import Table, number, with_error
 
@@ -46,7 +47,7 @@ def sentence_of(study: Study) -> str:
     if model is None or not model.num_removed or depth is None:
         return ""
     parts = [f"{model.method} on {short_name(study.model)}"]
-    parts.append("then trained" if model.trained else "without training")
+    parts.append(_training(model))
     lines = [", ".join(parts) + f": {depth / (depth - model.num_removed):.2f}× fewer layers."]
     if model.selector and study.texts and study.texts[0] in model.perplexity:
         bare = _without_repair(study, model)
@@ -61,6 +62,14 @@ def sentence_of(study: Study) -> str:
             "it is scored on."
         )
     return " ".join(lines)
+
+
+def _training(model: Model) -> str:
+    if model.trained:
+        return "then trained"
+    if any(name.endswith(REFINED) for name in model.used):
+        return "the repair alone refined by gradient steps"
+    return "without training"
 
 
 def _dense(study: Study, text: str) -> Value | None:
