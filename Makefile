@@ -17,7 +17,7 @@ TEST_MOST = -m pytest -m "not real_model"
 .PHONY: architectures demo test test-oldest lint clean help
 
 help:
-	@echo "make demo   prune a real small model on this machine; about 3 minutes"
+	@echo "make demo   prune a real small model on this machine and draw a report; a few minutes"
 	@echo "make test   linters, type checker and all tests"
 	@echo "make test-oldest  tests on the oldest and the newest supported transformers"
 	@echo "make architectures  every causal-LM class of transformers against the table in docs"
