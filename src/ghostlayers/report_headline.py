@@ -48,7 +48,8 @@ def sentence_of(study: Study) -> str:
         return ""
     parts = [f"{model.method} on {short_name(study.model)}"]
     parts.append(_training(model))
-    lines = [", ".join(parts) + f": {depth / (depth - model.num_removed):.2f}× fewer layers."]
+    lines = [", ".join(parts) + f": {100 * model.num_removed / depth:.0f} % fewer layers."]
+    bare = None
     if model.selector and study.texts and study.texts[0] in model.perplexity:
         bare = _without_repair(study, model)
         if bare is not None:
@@ -56,7 +57,7 @@ def sentence_of(study: Study) -> str:
                 f"The same cut without repair: {number(bare.perplexity[study.texts[0]].value, 3)}."
             )
     rivals = [m for m in study.of_budget(model.num_removed) if m.perplexity or m.accuracy]
-    if len(rivals) > 1:
+    if len(rivals) > (1 if bare is None else 2):
         lines.append(
             f"It is the best of {len(rivals)} methods at this number of layers, picked on the text "
             "it is scored on."
