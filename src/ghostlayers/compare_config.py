@@ -83,6 +83,7 @@ class CompareConfig:
             for select in self.select or ("lorp",):
                 for windows in self.num_windows:
                     faults += _errors_of(lambda s=select, n=windows: self._probe(s, n))
+            faults += _operator_faults(self)
         if faults:
             raise GhostlayersError("; ".join(dict.fromkeys(faults)) + ".")
 
@@ -134,7 +135,7 @@ def make_config(values: dict[str, Any]) -> CompareConfig:
         GhostlayersError: If a key is unknown or a value is not allowed; all faults in one message.
     """
     own = {item.name: item for item in fields(CompareConfig) if item.name != "shared"}
-    faults, settings, shared = [], dict[str, Any](), dict[str, Any]()
+    faults, settings, shared = list[str](), dict[str, Any](), dict[str, Any]()
     for name, value in values.items():
         if name in SHARED_FIELDS:
             shared[name] = value
@@ -146,7 +147,7 @@ def make_config(values: dict[str, Any]) -> CompareConfig:
             settings[name] = value
     kinds = {item.name: str(item.type) for item in (*fields(PruneConfig), *own.values())}
     faults += [
-        f"`{name}` is {value!r}; allowed: {kinds[name].replace(' | ', ' or ')}"
+        f"`{name}` is {values[name]!r}; allowed: {_kind_name(kinds[name])}"
         for name, value in {**settings, **shared}.items()
         if not _is_of(kinds[name], value)
     ]
@@ -198,6 +199,15 @@ def smoke_config(config: CompareConfig, depth: int, text: str, given: set[str]) 
     return replace(config, **tiny, shared=tuple(shared.items()))
 
 
+def _kind_name(kind: str) -> str:
+    """Name a type for users."""
+    if kind.startswith("tuple"):
+        return "a list of whole numbers" if "int" in kind else "a list of texts"
+    words = {"int": "a whole number", "float": "a number", "str": "a text"}
+    words |= {"bool": "true or false", "None": "null"}
+    return " or ".join(words[part] for part in kind.split(" | "))
+
+
 def _is_of(kind: str, value: Any) -> bool:
     if kind.startswith("tuple"):
         wanted: type = int if "int" in kind else str
@@ -216,6 +226,20 @@ def _errors_of(check: Any) -> list[str]:
     except GhostlayersError as error:
         return [str(error).rstrip(".")]
     return []
+
+
+def _operator_faults(config: CompareConfig) -> list[str]:
+    """List faults of settings that only some operators read."""
+    shared, faults = dict(config.shared), list[str]()
+    for name, operators in (("rank", RANKED), ("refine", GUARDED)):
+        if shared.get(name) and not set(operators) & set(config.recover):
+            faults.append(
+                f"`{name}` is {shared[name]} and `recover` is {', '.join(config.recover)}; {name} "
+                f"works with {', '.join(operators)}"
+            )
+    for operator in config.recover:
+        faults += _errors_of(lambda o=operator: config.prune_config(num_remove=1, recover=o))
+    return faults
 
 
 def _number_faults(config: CompareConfig) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError, UnsupportedModelError
 from .finetune_config import DEFAULT_WINDOW, FinetuneConfig
+from .flags import add_config_flags
 from .records import has_operators, read_record
 from .tables import render_table
 from .text_sources import check_source
@@ -21,6 +22,27 @@ if TYPE_CHECKING:
     from .distillation import FinetuneResult
     from .loading import ModelSource
     from .teacher_logits import TeacherLogits
+
+
+def add_finetune_flags(parser: argparse.ArgumentParser, model_help: str) -> None:
+    """Add the flags of `finetune`."""
+    parser.add_argument("path", metavar="PATH", help="a checkpoint written by prune")
+    parser.add_argument(
+        "--teacher", required=True, metavar="MODEL", help=f"the dense model: {model_help}"
+    )
+    parser.add_argument("-o", "--out", required=True, metavar="OUT", help="folder to write")
+    add_config_flags(parser, config=FinetuneConfig)
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument(
+        "--cache",
+        metavar="DIR",
+        help="folder for the teacher's logits, which stay there (default: in a work folder beside "
+        "OUT, .OUT.finetune, that holds the state of an interrupted run as well and goes when OUT "
+        "is written)",
+    )
+    parser.add_argument(
+        "--keep-cache", action="store_true", help="keep the teacher's logits in the work folder"
+    )
 
 
 def run_finetune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:

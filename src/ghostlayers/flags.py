@@ -1,0 +1,60 @@
+"""Flags that several verbs share: those of a settings class, and where weights go."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import fields
+
+from .config import PruneConfig
+from .finetune_config import FinetuneConfig
+from .placement import FLAGS
+
+NUMBERS = {"int": int, "int | None": int, "float": float, "float | None": float}
+
+
+def add_config_flags(
+    parser: argparse.ArgumentParser,
+    names: Sequence[str] | None = None,
+    config: type[PruneConfig] | type[FinetuneConfig] = PruneConfig,
+) -> None:
+    """Add a flag for each setting.
+
+    Args:
+        parser: Where to.
+        names: Settings; None is all of them.
+        config: Class of the settings.
+    """
+    for item in fields(config):
+        if names is not None and item.name not in names:
+            continue
+        text = item.metadata["help"]
+        if "choices" in item.metadata:
+            text += f": {', '.join(item.metadata['choices']())}"
+        if item.default is not None:
+            text += f" (default: {item.default})"
+        flag = f"--{item.name.replace('_', '-')}"
+        if item.type == "bool":
+            parser.add_argument(
+                flag,
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+                help=text.replace("%", "%%"),
+            )
+            continue
+        parser.add_argument(
+            flag,
+            type=NUMBERS.get(str(item.type), str),
+            default=argparse.SUPPRESS,
+            help=text.replace("%", "%%"),
+        )
+
+
+def add_placement_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `placement`."""
+    group = parser.add_argument_group("models larger than memory")
+    for name, text in FLAGS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=text)
+
+
+__all__ = ["add_config_flags", "add_placement_flags"]
