@@ -10,6 +10,7 @@ from .budget_values import parse_quantity
 from .config import FITS, PruneConfig
 from .errors import GhostlayersError, unknown_name
 from .operators import GUARDED, NO_OPERATOR, RANKED, operator_names
+from .setting_types import is_of, kind_name
 from .text_sources import check_source
 
 # Fields of `PruneConfig` that a comparison takes as they are, one value for the whole grid.
@@ -147,9 +148,9 @@ def make_config(values: dict[str, Any]) -> CompareConfig:
             settings[name] = value
     kinds = {item.name: str(item.type) for item in (*fields(PruneConfig), *own.values())}
     faults += [
-        f"`{name}` is {values[name]!r}; allowed: {_kind_name(kinds[name])}"
+        f"`{name}` is {values[name]!r}; allowed: {kind_name(kinds[name])}"
         for name, value in {**settings, **shared}.items()
-        if not _is_of(kinds[name], value)
+        if not is_of(kinds[name], value)
     ]
     if faults:
         raise GhostlayersError("; ".join(faults) + ".")
@@ -197,27 +198,6 @@ def smoke_config(config: CompareConfig, depth: int, text: str, given: set[str]) 
     shared["dtype"] = "float32" if "dtype" not in given else dict(config.shared)["dtype"]
     tiny = {name: value for name, value in tiny.items() if name not in given}
     return replace(config, **tiny, shared=tuple(shared.items()))
-
-
-def _kind_name(kind: str) -> str:
-    """Name a type for users."""
-    if kind.startswith("tuple"):
-        return "a list of whole numbers" if "int" in kind else "a list of texts"
-    words = {"int": "a whole number", "float": "a number", "str": "a text"}
-    words |= {"bool": "true or false", "None": "null"}
-    return " or ".join(words[part] for part in kind.split(" | "))
-
-
-def _is_of(kind: str, value: Any) -> bool:
-    if kind.startswith("tuple"):
-        wanted: type = int if "int" in kind else str
-        return all(isinstance(v, wanted) and not isinstance(v, bool) for v in value)
-    allowed: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
-    allowed["None"] = type(None)
-    parts = [allowed[part] for part in kind.split(" | ")]
-    if isinstance(value, bool) and "bool" not in kind:
-        return False
-    return any(isinstance(value, part) for part in parts)
 
 
 def _errors_of(check: Any) -> list[str]:

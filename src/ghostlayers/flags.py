@@ -50,11 +50,15 @@ def add_config_flags(
         )
 
 
-def add_placement_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `placement`."""
-    group = parser.add_argument_group("models larger than memory")
-    for name, text in FLAGS.items():
-        group.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=text)
+def add_placement_flags(
+    parser: argparse.ArgumentParser,
+    names: Sequence[str] = tuple(FLAGS),
+    title: str = "models larger than memory",
+) -> None:
+    """Add flags of `placement`."""
+    group = parser.add_argument_group(title)
+    for name in names:
+        group.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=FLAGS[name])
 
 
 __all__ = ["add_config_flags", "add_placement_flags"]
