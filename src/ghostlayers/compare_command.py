@@ -16,7 +16,7 @@ from .compare_file import CompareRun, read_config, runs_of
 from .compare_lock import SMOKE_TEXT, locked
 from .config import PruneConfig
 from .errors import CheckpointError
-from .flags import add_placement_flags
+from .flags import add_placement_flags, metavar
 from .records import versions
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def add_compare_flags(parser: argparse.ArgumentParser, model_help: str) -> None:
         if kind == "bool":
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, **keywords)
         else:
-            parser.add_argument(flag, type=_reader(kind, item.name), **keywords)
+            place = "CUT;..." if item.name == "layers" else metavar(kind)
+            parser.add_argument(flag, metavar=place, type=_reader(kind, item.name), **keywords)
     add_placement_flags(parser)
 
 

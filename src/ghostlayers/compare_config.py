@@ -43,9 +43,9 @@ class CompareConfig:
 
     num_remove: tuple[int, ...] = _option((), "numbers of layers to remove")
     layers: tuple[str, ...] = _option((), "cuts given by their layers, split by semicolons")
-    select: tuple[str, ...] = _option(("lorp", "shortgpt", "streamline"), "selectors")
+    select: tuple[str, ...] = _option(("lorp", "shortgpt", "streamline"), "selectors, as for prune")
     recover: tuple[str, ...] = _option(
-        (NO_OPERATOR, "linearpatch-rotate", "replaceme-lstsq", "ghost"), "operators"
+        (NO_OPERATOR, "linearpatch-rotate", "replaceme-lstsq", "ghost"), "operators, as for prune"
     )
     fit: tuple[str, ...] = _option(("dense",), f"states to fit on: {', '.join(FITS)}")
     calibration: tuple[str, ...] = _option(("self",), "calibration texts, as for prune")
@@ -53,7 +53,9 @@ class CompareConfig:
     perplexity: tuple[str, ...] = _option(
         (), f"texts to score (default: {DEFAULT_TEXT}, unless there are tasks or speed)"
     )
-    eval_window: int | None = _option(None, "tokens per scored window (default: 2048, or ...)")
+    eval_window: int | None = _option(
+        None, "tokens per scored window (default: 2048, or the model's maximum if shorter)"
+    )
     eval_windows: int | None = _option(None, "windows scored of each text (default: all)")
     tasks: str | None = _option(None, "tasks of lm-evaluation-harness, as for eval")
     include_path: str | None = _option(None, "folder of further task files (.yaml)")

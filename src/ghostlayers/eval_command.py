@@ -55,7 +55,11 @@ def add_eval_flags(parser: argparse.ArgumentParser, model_help: str) -> None:
         help="texts to score, split by commas; sources as for --calibration of prune (default: "
         "wikitext2, unless --tasks or --speed is given)",
     )
-    parser.add_argument("--window", type=int, help="tokens per window (default: 2048, or ...)")
+    parser.add_argument(
+        "--window",
+        type=int,
+        help="tokens per window (default: 2048, or the model's maximum if shorter)",
+    )
     parser.add_argument("--num-windows", type=int, help="windows scored (default: all)")
     parser.add_argument(
         "--tasks",

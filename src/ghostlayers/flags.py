@@ -13,6 +13,12 @@ from .placement import FLAGS
 NUMBERS = {"int": int, "int | None": int, "float": float, "float | None": float}
 
 
+def metavar(kind: str) -> str:
+    """Return what stands for a value in the help, by the annotation of its setting."""
+    word = "N" if "int" in kind else "X" if "float" in kind else "VALUE"
+    return f"{word},..." if kind.startswith("tuple") else word
+
+
 def add_config_flags(
     parser: argparse.ArgumentParser,
     names: Sequence[str] | None = None,
@@ -44,6 +50,7 @@ def add_config_flags(
             continue
         parser.add_argument(
             flag,
+            metavar=metavar(str(item.type)),
             type=NUMBERS.get(str(item.type), str),
             default=argparse.SUPPRESS,
             help=text.replace("%", "%%"),
@@ -61,4 +68,4 @@ def add_placement_flags(
         group.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=FLAGS[name])
 
 
-__all__ = ["add_config_flags", "add_placement_flags"]
+__all__ = ["add_config_flags", "add_placement_flags", "metavar"]
