@@ -240,3 +240,30 @@ def test_missing_peft_is_one_line(made, refuse, work, tmp_path, monkeypatch):
 
 def test_finetune_command_imports_no_torch():
     assert "torch" not in vars(finetune_command)
+
+
+class TestTeacherOnDisk:
+    def test_same_checkpoint(self, tune, tmp_path):
+        for name, flags in (("memory", ()), ("disk", ("--device-map", '{"": "disk"}'))):
+            status, _, err = tune("ghost", tmp_path / name, *flags)
+            assert status == 0, err
+        assert not differing(weights(tmp_path / "memory"), weights(tmp_path / "disk"))
+
+    @pytest.mark.parametrize(
+        ("flags", "said"),
+        [
+            (("--device-map", "nowhere"), "`device_map` 'nowhere'"),
+            (("--max-memory", "cpu=1GB"), "without `device_map`"),
+        ],
+    )
+    def test_faults_come_first(self, tune, tmp_path, flags, said):
+        status, _, err = tune("ghost", tmp_path / "no", *flags)
+        assert status == 2 and said in err and len(err.splitlines()) == 1
+        assert not list(tmp_path.iterdir())
+
+
+def test_damaged_cache_is_named(tune, tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "teacher.json").write_text("{")
+    status, _, err = tune("ghost", tmp_path / "no", "--cache", tmp_path / "cache")
+    assert status == 2 and "teacher.json is damaged" in err and len(err.splitlines()) == 1

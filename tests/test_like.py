@@ -62,3 +62,25 @@ def test_settings_that_decide_are_refused(work, first, refuse, flags, said):
 def test_no_record(work, refuse):
     err = refuse(work, "prune", work / "m", "--like", work / "t.txt", "-o", work / "no")
     assert "is no record" in err
+
+
+WRONG = {
+    "removed": ({"removed": None}, "`removed` is None, not a list"),
+    "boundaries": ({"boundaries": 3}, "`boundaries` is 3, not a list"),
+    "no operator": ({"boundaries": [{}]}, "`boundaries[0].operator` is None, not text"),
+    "calibration": ({"calibration": []}, "`calibration` is [], not an object"),
+    "versions": ({"versions": None}, "`versions` is None, not an object"),
+    "format": ({"format_version": 99}, "format version 99"),
+    "budget": ({"config": {"num_remove": "2"}}, "`num_remove` '2'; allowed: a whole number"),
+    "window": ({"config": {"window": [24]}}, "`window` [24]; allowed: a whole number or null"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_edited_record(work, first, refuse, name):
+    changes, said = WRONG[name]
+    record = json.loads((first / "ghostlayers.json").read_text())
+    config = {**record["config"], **changes.get("config", {})}
+    (work / "edited.json").write_text(json.dumps({**record, **changes, "config": config}))
+    err = refuse(work, "prune", work / "m", "--like", work / "edited.json", "-o", work / "no")
+    assert said in err

@@ -438,3 +438,19 @@ def test_small_parts_of_a_page():
     ]
     many = marks(["none", *map(str, range(12))])
     assert len({(m.color, m.symbol, m.dash) for m in many.values()}) == 13
+
+
+def test_axes_of_the_largest_numbers():
+    from ghostlayers.report_style import log_axis
+
+    for low, high in ((1e-308, 1e308), (1e308, 1.7e308), (1.0, 1.7e308), (3.0, 3.0)):
+        axis = log_axis("ratio", [low, high])
+        assert axis["range"][0] < axis["range"][1] <= 308.3
+        assert 2 <= len(axis["tickvals"]) <= 60
+
+
+def test_alignment_of_a_table_is_found_once(monkeypatch):
+    table = Table(("a", "b"), [("x", "1.0")] * 50)
+    assert table.right == [False, True]
+    monkeypatch.setattr("ghostlayers.report_style.NUMBER", None)
+    assert table.right == [False, True]  # a page asks for every cell

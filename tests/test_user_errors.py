@@ -355,3 +355,26 @@ def test_weights_of_a_hub_id_are_fetched_last(work, run, refuse, tmp_path, monke
     record = json.loads((tmp_path / "x" / "ghostlayers.json").read_text())
     assert record["source"] == {"model": "owner/model", "gguf": None, "revision": "f" * 40}
     assert "base_model: owner/model" in (tmp_path / "x" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("verb", ["prune", "compare", "analyze", "export", "report"])
+def test_name_that_is_too_long(work, refuse, verb):
+    name = work / ("x" * 300)
+    calibration = ("--num-remove", 1, "--calibration", work / "t.txt")
+    flags = {
+        "prune": (work / "m", "-o", name, *calibration, *SHORT),
+        "compare": (work / "m", "-o", name, *calibration, "--perplexity", work / "t.txt"),
+        "analyze": (work / "m", "--save", f"{name}.safetensors", "--calibration", work / "t.txt"),
+        "export": (name, "-o", work / "x.gguf"),
+        "report": (name, "-o", work / "x.html"),
+    }
+    assert "File name too long" in refuse(work, verb, *flags[verb])
+
+
+def test_interrupt_is_no_traceback(work, run, monkeypatch):
+    def stop(*_args, **_keywords):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ghostlayers.loading.load_tokenizer", stop)
+    status, _, err = run("eval", work / "m", "--perplexity", work / "t.txt")
+    assert (status, err) == (130, "ghostlayers: interrupted\n")

@@ -80,7 +80,7 @@ def max_window(config: Any) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def resolve_window(window: int | None, config: Any) -> int:
+def resolve_window(window: int | None, config: Any, *, option: str = "window") -> int:
     """Choose the window length and check it against the model.
 
     Raises:
@@ -91,8 +91,8 @@ def resolve_window(window: int | None, config: Any) -> int:
         return min(DEFAULT_WINDOW, limit or DEFAULT_WINDOW)
     if limit is not None and window > limit:
         raise CalibrationError(
-            f"`window` is {window} tokens, but the model allows {limit} "
-            "(max_position_embeddings). Lower `window`."
+            f"`{option}` is {window} tokens, but the model allows {limit} "
+            f"(max_position_embeddings). Lower `{option}`."
         )
     return window
 

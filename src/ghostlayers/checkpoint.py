@@ -85,8 +85,8 @@ def complete_folder(out: Path, *, force: bool) -> Iterator[Path]:
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.parent / f".{out.name}.incomplete-{os.getpid()}"
-    folder.mkdir()
     try:
+        folder.mkdir()
         yield folder
         umask = os.umask(0)
         os.umask(umask)
@@ -107,7 +107,7 @@ def complete_folder(out: Path, *, force: bool) -> Iterator[Path]:
     except OSError as error:
         raise CheckpointError(f"output {str(out)!r} cannot be written ({error}).") from error
     finally:
-        if folder.exists():
+        if os.path.exists(folder):
             shutil.rmtree(folder)
 
 

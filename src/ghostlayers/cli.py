@@ -15,7 +15,7 @@ from . import __version__
 from .config import PruneConfig
 from .errors import GhostlayersError
 from .finetune_config import FinetuneConfig
-from .placement import FLAGS
+from .flags import add_config_flags, add_placement_flags
 from .requirements import needing_transformers
 
 VERBS = {
@@ -54,7 +54,6 @@ ANALYZE_FIELDS = (
     "device",
     "seed",
 )
-NUMBERS = {"int": int, "int | None": int, "float": float, "float | None": float}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -64,40 +63,12 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"ghostlayers: error: {message}. See: {self.prog} --help\n")
 
 
-def _add_config_flags(
-    parser: argparse.ArgumentParser,
-    names: Sequence[str] | None = None,
-    config: type[PruneConfig] | type[FinetuneConfig] = PruneConfig,
-) -> None:
-    for item in fields(config):
-        if names is not None and item.name not in names:
-            continue
-        text = item.metadata["help"]
-        if "choices" in item.metadata:
-            text += f": {', '.join(item.metadata['choices']())}"
-        if item.default is not None:
-            text += f" (default: {item.default})"
-        flag = f"--{item.name.replace('_', '-')}"
-        if item.type == "bool":
-            parser.add_argument(
-                flag,
-                action=argparse.BooleanOptionalAction,
-                default=argparse.SUPPRESS,
-                help=text.replace("%", "%%"),
-            )
-            continue
-        parser.add_argument(
-            flag,
-            type=NUMBERS.get(str(item.type), str),
-            default=argparse.SUPPRESS,
-            help=text.replace("%", "%%"),
-        )
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all verbs; imports no torch."""
     from .compare_command import add_compare_flags
+    from .eval_command import add_eval_flags
     from .export_command import add_export
+    from .finetune_command import add_finetune_flags
     from .report_command import add_report_flags
 
     parser = _Parser(
@@ -135,8 +106,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="also fit ghost at these cuts (12-18,21 are two; may be repeated) and show its error "
         "by rank: what prune --rank would cost",
     )
-    _add_config_flags(added["analyze"], ANALYZE_FIELDS)
-    _add_placement(added["analyze"])
+    add_config_flags(added["analyze"], ANALYZE_FIELDS)
+    add_placement_flags(added["analyze"])
 
     added["prune"].add_argument("model", metavar="MODEL", help=model_help)
     added["prune"].add_argument("-o", "--out", required=True, metavar="OUT", help="folder to write")
@@ -146,14 +117,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="scores from analyze --save: no first sweep; calibration settings that are not given "
         "are those of the scores",
     )
-    _add_config_flags(added["prune"])
+    add_config_flags(added["prune"])
     added["prune"].add_argument(
         "--like",
         metavar="RECORD",
         help="a checkpoint, or its ghostlayers.json: the same settings, and the same layers, "
         "operators and calibration tokens or nothing is written",
     )
-    _add_placement(added["prune"])
+    add_placement_flags(added["prune"])
     added["prune"].add_argument(
         "--push-to-hub",
         metavar="REPO",
@@ -164,9 +135,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="check and print the settings; load no weights"
     )
 
-    _add_finetune(added["finetune"], model_help)
+    add_finetune_flags(added["finetune"], model_help)
 
-    _add_eval(added["eval"], model_help)
+    add_eval_flags(added["eval"], model_help)
 
     add_compare_flags(added["compare"], model_help)
     add_report_flags(added["report"])
@@ -176,76 +147,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_placement(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("models larger than memory")
-    for name, text in FLAGS.items():
-        group.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=text)
-
-
-def _add_eval(parser: argparse.ArgumentParser, model_help: str) -> None:
-    from .eval_command import SPEED_DEFAULTS
-
-    parser.add_argument(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help=f"{model_help}; the first is the baseline of the others (before an output of prune "
-        "the dense model that it names is put)",
-    )
-    parser.add_argument(
-        "--no-dense",
-        action="store_true",
-        help="measure the PATHs alone, also where the first is an output of prune",
-    )
-    parser.add_argument(
-        "--perplexity",
-        metavar="SRC",
-        help="texts to score, split by commas; sources as for --calibration of prune (default: "
-        "wikitext2, unless --tasks or --speed is given)",
-    )
-    parser.add_argument("--window", type=int, help="tokens per window (default: 2048, or ...)")
-    parser.add_argument("--num-windows", type=int, help="windows scored (default: all)")
-    parser.add_argument(
-        "--tasks",
-        metavar="NAMES",
-        help="tasks of lm-evaluation-harness, split by commas; 'paper': the nine of the papers",
-    )
-    parser.add_argument(
-        "--include-path", metavar="DIR", help="folder of further task files (.yaml)"
-    )
-    parser.add_argument("--limit", type=int, help="items per task (default: all)")
-    parser.add_argument("--num-fewshot", type=int, help="examples per item (default: the task's)")
-    parser.add_argument(
-        "--speed", action="store_true", help="time prefill and decode on random token ids"
-    )
-    for name, (default, text) in SPEED_DEFAULTS.items():
-        kind = str if isinstance(default, str) else int
-        flag = f"--speed-{name.replace('_', '-')}"
-        parser.add_argument(flag, type=kind, default=default, help=f"{text} (default: {default})")
-    _add_config_flags(parser, ("batch_size", "dtype", "device"))
-    _add_placement(parser)
-
-
-def _add_finetune(parser: argparse.ArgumentParser, model_help: str) -> None:
-    parser.add_argument("path", metavar="PATH", help="a checkpoint written by prune")
-    parser.add_argument(
-        "--teacher", required=True, metavar="MODEL", help=f"the dense model: {model_help}"
-    )
-    parser.add_argument("-o", "--out", required=True, metavar="OUT", help="folder to write")
-    _add_config_flags(parser, config=FinetuneConfig)
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
-    parser.add_argument(
-        "--cache",
-        metavar="DIR",
-        help="folder for the teacher's logits, which stay there (default: in a work folder beside "
-        "OUT, .OUT.finetune, that holds the state of an interrupted run as well and goes when OUT "
-        "is written)",
-    )
-    parser.add_argument(
-        "--keep-cache", action="store_true", help="keep the teacher's logits in the work folder"
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -253,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments; None takes those of the process.
 
     Returns:
-        Exit status: 0, or 2 for an error that the user can mend.
+        Exit status: 0; 2 for an error that the user can mend; 130 after Ctrl-C.
     """
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
@@ -268,6 +169,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"ghostlayers: error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # a full disk, a folder that may not be read, a name too long
+        if args.debug:
+            raise
+        where = "" if error.filename is None else f" ({error.filename!r})"
+        reason = error.strerror or str(error)
+        print(f"ghostlayers: error: {reason}{where}. --debug shows where.", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if args.debug:
+            raise
+        print("ghostlayers: interrupted", file=sys.stderr)
+        return 130
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -74,25 +74,34 @@ def measure_calibrations(
     Raises:
         CalibrationError: If a text is missing or too short, or a state is not finite.
     """
-    found = []
-    for source, name in short_names(config.calibration).items():
+    names = short_names(config.calibration)
+    known: dict[tuple[str, int], Scores] = {}
+    made: dict[str, dict[int, Windows]] = {}
+    for source, name in names.items():  # all texts before the first sweep: one may be too short
         kept = {n: _stored(file, name, n, model) for n in config.num_windows}
-        known = {n: scores for n, scores in kept.items() if scores is not None}
-        missing = [n for n in sorted(config.num_windows) if n not in known]
-        made = {n: _windows(model, tokenizer, config, source, n, progress) for n in missing}
-        known |= _measure(model, config, file, source, name, made, progress)
+        known |= {(name, n): scores for n, scores in kept.items() if scores is not None}
+        missing = [n for n in sorted(config.num_windows) if kept[n] is None]
+        made[name] = {n: _windows(model, tokenizer, config, source, n, progress) for n in missing}
+    found = []
+    for source, name in names.items():
+        new = _measure(model, config, file, source, name, made[name], progress)
         for n in config.num_windows:
-            scores = known[n]
+            scores = new[n] if n in new else known[name, n]
             found.append(Calibration(name, source, n, scores.windows, scores.measured))
     return found
 
 
 def scores_path(file: ResultsFile, name: str, num_windows: int) -> Path:
     """Return where the scores of a calibration lie."""
-    readable = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)[-60:]
-    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    readable, digest = readable_name(name)
     folder = file.path.parent / SCORES_FOLDER
     return folder / f"{readable}-{digest}-{num_windows}.safetensors"
+
+
+def readable_name(name: str) -> tuple[str, str]:
+    """Return the end of a name in characters that a file name may have, and a hash of it all."""
+    readable = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)[-60:]
+    return readable, hashlib.sha256(name.encode()).hexdigest()[:8]
 
 
 def _stored(
@@ -217,4 +226,10 @@ def locality(rls: float) -> str:
     return "localized" if rls >= 1.0 else "intermediate" if rls >= 0.7 else "distributed"
 
 
-__all__: Sequence[str] = ["Calibration", "lorp_clusters", "measure_calibrations", "scores_path"]
+__all__: Sequence[str] = [
+    "Calibration",
+    "lorp_clusters",
+    "measure_calibrations",
+    "readable_name",
+    "scores_path",
+]

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .compare_fits import Key
-    from .refinement import Refined, refine_repairs
-from .recovery import Ladder
+    from .recovery import Ladder
 
 
 @dataclass(frozen=True)

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
-import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import fields
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .compare_config import SHARED_FIELDS, VOLATILE_FIELDS, CompareConfig, smoke_config
 from .compare_file import CompareRun, read_config, runs_of
+from .compare_lock import SMOKE_TEXT, locked
 from .config import PruneConfig
 from .errors import CheckpointError
-from .records import plain, versions
+from .flags import add_placement_flags, metavar
+from .records import versions
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from .compare_results import CompareResults, RunLine
-    from .loading import ModelSource
+    from .compare_results import CompareResults
+    from .placement import Placement
     from .speed_results import SpeedSettings
     from .tasks import LoadedTasks
-
-SMOKE_TEXT = "smoke.txt"
 
 
 def add_compare_flags(parser: argparse.ArgumentParser, model_help: str) -> None:
@@ -55,7 +52,9 @@ def add_compare_flags(parser: argparse.ArgumentParser, model_help: str) -> None:
         if kind == "bool":
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, **keywords)
         else:
-            parser.add_argument(flag, type=_reader(kind, item.name), **keywords)
+            place = "CUT;..." if item.name == "layers" else metavar(kind)
+            parser.add_argument(flag, metavar=place, type=_reader(kind, item.name), **keywords)
+    add_placement_flags(parser)
 
 
 def _reader(kind: str, name: str) -> Any:
@@ -74,20 +73,24 @@ def _reader(kind: str, name: str) -> Any:
 
 def run_compare(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str, Any]:
     """Measure what is asked for; everything is checked before a model is loaded."""
-    from .commands import _check_json_target, _quiet_transformers
+    from .commands import _check_json_target, _quiet_transformers, placement_of_run
 
     names = {item.name for item in fields(CompareConfig)} | set(SHARED_FIELDS)
     given = {name: value for name, value in vars(args).items() if name in names}
     file = {} if args.config is None else read_config(args.config)
     runs = runs_of(file, given, args.model_flag or args.model)
-    for run in runs if not args.smoke else ():
-        _ = run.config
+    devices = [dict(run.config.shared).get("device", "auto") for run in runs]
+    placements = [placement_of_run(args, device) for device in devices]
     _check_json_target(args.json)
     out = Path(args.out).expanduser()
     _check_folder(out)
     _quiet_transformers()
-    prepared = [_Prepared(run, out, args, set(given), several=len(runs) > 1) for run in runs]
-    found = [each.measure() for each in prepared]
+    with ExitStack() as stack:
+        prepared = []
+        for run, folder, placement in zip(runs, _folders(runs, out), placements, strict=True):
+            stack.enter_context(locked(folder))
+            prepared.append(_Prepared(run, folder, args, placement, set(given)))
+        found = [each.measure() for each in prepared]
     return {"results": found, "versions": versions()}
 
 
@@ -95,7 +98,7 @@ def _check_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise CheckpointError(f"-o {str(out)!r} is a file. Give a folder.")
     parent = next(each for each in (out, *out.absolute().parents) if each.exists())
-    if not os.access(parent, os.W_OK):
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise CheckpointError(f"-o {str(out)!r} cannot be written.")
 
 
@@ -105,18 +108,15 @@ class _Prepared:
     def __init__(
         self,
         run: CompareRun,
-        out: Path,
+        folder: Path,
         args: argparse.Namespace,
+        placement: Placement,
         given: set[str],
-        *,
-        several: bool,
     ) -> None:
-        from .calibration import resolve_window
         from .decoder import num_decoder_layers
         from .loading import GHOST_MODEL_TYPE, load_config, locate
-        from .plan import check_num_remove, parse_layers
 
-        self.run, self.args = run, args
+        self.run, self.args, self.placement = run, args, placement
         self.source = locate(run.model)
         model_config = load_config(self.source)
         if model_config.model_type == GHOST_MODEL_TYPE:
@@ -124,22 +124,38 @@ class _Prepared:
                 f"MODEL {run.model!r} has operators already. Compare cuts of the dense model."
             )
         depth = num_decoder_layers(model_config)
-        self.folder = out / _folder_name(run) if several else out
+        self.folder = folder
         self.config = self._config(depth, given)
-        for budget in self.config.num_remove:
-            check_num_remove(budget, depth, self._allowed(model_config))
-        for text in self.config.layers:
-            parse_layers(text, depth)
-        resolve_window(dict(self.config.shared).get("window"), model_config)
-        self.window = resolve_window(self.config.eval_window, model_config)
+        self.window = self._check(depth, model_config)
         self.speed = self._speed(model_config)
         self.tasks = self._tasks()
+
+    def _check(self, depth: int, model_config: Any) -> int:
+        """Check the settings against the model; return the window that is scored."""
+        import torch
+
+        from .calibration import resolve_window
+        from .decoder import text_config
+        from .loading import resolve_device
+        from .operators import RANKED, check_size
+        from .plan import check_num_remove, parse_layers
+
+        config, shared = self.config, dict(self.config.shared)
+        for budget in config.num_remove:
+            check_num_remove(budget, depth, self._allowed(model_config))
+        for text in config.layers:
+            parse_layers(text, depth)
+        if set(RANKED) & set(config.recover):
+            check_size(shared.get("rank"), int(text_config(model_config).hidden_size))
+        if (device := shared.get("moments_device", "auto")) != "auto":
+            resolve_device(device, option="moments_device", dtype=torch.float64)
+        resolve_window(shared.get("window"), model_config)
+        return resolve_window(config.eval_window, model_config, option="eval_window")
 
     def _config(self, depth: int, given: set[str]) -> CompareConfig:
         if not self.args.smoke:
             return self.run.config
         text = self.folder / SMOKE_TEXT
-        self.folder.mkdir(parents=True, exist_ok=True)
         if not text.exists():
             text.write_text(_own_text(), encoding="utf-8")
         return smoke_config(self.run.config, depth, str(text), given)
@@ -176,6 +192,7 @@ class _Prepared:
         """Load the model, measure, print and write the tables."""
         from .compare import Comparison, check_same_run
         from .compare_evaluator import Evaluator
+        from .compare_provenance import run_line
         from .compare_results import ResultsFile
         from .compare_scoring import TextScorer, scoring_windows
         from .compare_tables import tables, write_tables
@@ -186,7 +203,9 @@ class _Prepared:
         file = ResultsFile(self.folder)
         tokenizer = load_tokenizer(self.source)
         windows = scoring_windows(tokenizer, config, self.window) if config.texts else None
-        model = load_model(self.source, dtype=shared.dtype, device=shared.device)
+        model = load_model(
+            self.source, dtype=shared.dtype, device=shared.device, placement=self.placement
+        )
         texts = None
         if windows is not None:
             texts = TextScorer(
@@ -196,7 +215,7 @@ class _Prepared:
                 max_bytes=config.memory("states_memory"),
             )
         if file.results.run is None:
-            file.add(_run_line(self.run, config, self.source, model, self.args))
+            file.start(run_line(self.run, config, self.source, model, self.args))
         else:
             check_same_run(
                 file.results, config.to_dict(), fingerprint(model), VOLATILE_FIELDS, self.folder
@@ -227,71 +246,26 @@ def _summary(results: CompareResults, folder: Path) -> dict[str, Any]:
     }
 
 
-def _folder_name(run: CompareRun) -> str:
-    budgets = "-".join(map(str, run.config.num_remove))
-    return f"{Path(run.model).name}-{budgets}".strip("-")
+def _folders(runs: Sequence[CompareRun], out: Path) -> list[Path]:
+    """Return a folder for each run: `out` itself for one, else folders of different names in it."""
+    if len(runs) == 1:
+        return [out]
+    found: list[Path] = []
+    for run in runs:
+        budgets = "-".join(map(str, run.config.num_remove))
+        name = folder = out / f"{Path(run.model).name}-{budgets}".strip("-")
+        same = 1
+        while folder in found:
+            same += 1
+            folder = name.with_name(f"{name.name}-run{same}")
+        found.append(folder)
+    return found
 
 
 def _own_text() -> str:
     """Return text that is there without network: this package's own source."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return "\n\n".join(path.read_text(encoding="utf-8") for path in files)
-
-
-def _run_line(
-    run: CompareRun,
-    config: CompareConfig,
-    source: ModelSource,
-    model: PreTrainedModel,
-    args: argparse.Namespace,
-) -> RunLine:
-    from .compare_results import RunLine
-    from .decoder import decoder_layers, text_config
-    from .fingerprint import fingerprint
-
-    return RunLine(
-        model={
-            "name": Path(source.name).name if Path(source.name).exists() else source.name,
-            "architecture": type(model).__name__,
-            "num_layers": len(decoder_layers(model)),
-            "hidden_size": int(text_config(model.config).hidden_size),
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "fingerprint": fingerprint(model),
-        },
-        versions=versions(),
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        settings=plain(config.to_dict()),
-        machine=_machine(),
-        title=run.title,
-        expected=plain(run.expected),
-        commit=_commit(),
-        command=list(args.command_line),
-    )
-
-
-def _machine() -> dict[str, Any]:
-    import torch
-
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
-        cpu = next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), cpu)
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"cpu": cpu, "gpu": gpu, "threads": torch.get_num_threads()}
-
-
-def _commit() -> str | None:
-    """Return the commit of the source tree that this package runs from; None if installed."""
-    here = Path(__file__).resolve().parent
-    asked = ["git", "-C", str(here), "rev-parse", "--show-toplevel", "HEAD"]
-    try:
-        found = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None  # no git, or no repository
-    top, commit = found.stdout.split("\n")[:2]
-    return commit if Path(top) / "src" / here.name == here else None
 
 
 __all__ = ["add_compare_flags", "run_compare"]

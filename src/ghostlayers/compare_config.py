@@ -10,6 +10,7 @@ from .budget_values import parse_quantity
 from .config import FITS, PruneConfig
 from .errors import GhostlayersError, unknown_name
 from .operators import GUARDED, NO_OPERATOR, RANKED, operator_names
+from .setting_types import is_of, kind_name
 from .text_sources import check_source
 
 # Fields of `PruneConfig` that a comparison takes as they are, one value for the whole grid.
@@ -42,9 +43,9 @@ class CompareConfig:
 
     num_remove: tuple[int, ...] = _option((), "numbers of layers to remove")
     layers: tuple[str, ...] = _option((), "cuts given by their layers, split by semicolons")
-    select: tuple[str, ...] = _option(("lorp", "shortgpt", "streamline"), "selectors")
+    select: tuple[str, ...] = _option(("lorp", "shortgpt", "streamline"), "selectors, as for prune")
     recover: tuple[str, ...] = _option(
-        (NO_OPERATOR, "linearpatch-rotate", "replaceme-lstsq", "ghost"), "operators"
+        (NO_OPERATOR, "linearpatch-rotate", "replaceme-lstsq", "ghost"), "operators, as for prune"
     )
     fit: tuple[str, ...] = _option(("dense",), f"states to fit on: {', '.join(FITS)}")
     calibration: tuple[str, ...] = _option(("self",), "calibration texts, as for prune")
@@ -52,7 +53,9 @@ class CompareConfig:
     perplexity: tuple[str, ...] = _option(
         (), f"texts to score (default: {DEFAULT_TEXT}, unless there are tasks or speed)"
     )
-    eval_window: int | None = _option(None, "tokens per scored window (default: 2048, or ...)")
+    eval_window: int | None = _option(
+        None, "tokens per scored window (default: 2048, or the model's maximum if shorter)"
+    )
     eval_windows: int | None = _option(None, "windows scored of each text (default: all)")
     tasks: str | None = _option(None, "tasks of lm-evaluation-harness, as for eval")
     include_path: str | None = _option(None, "folder of further task files (.yaml)")
@@ -83,6 +86,7 @@ class CompareConfig:
             for select in self.select or ("lorp",):
                 for windows in self.num_windows:
                     faults += _errors_of(lambda s=select, n=windows: self._probe(s, n))
+            faults += _operator_faults(self)
         if faults:
             raise GhostlayersError("; ".join(dict.fromkeys(faults)) + ".")
 
@@ -134,7 +138,7 @@ def make_config(values: dict[str, Any]) -> CompareConfig:
         GhostlayersError: If a key is unknown or a value is not allowed; all faults in one message.
     """
     own = {item.name: item for item in fields(CompareConfig) if item.name != "shared"}
-    faults, settings, shared = [], dict[str, Any](), dict[str, Any]()
+    faults, settings, shared = list[str](), dict[str, Any](), dict[str, Any]()
     for name, value in values.items():
         if name in SHARED_FIELDS:
             shared[name] = value
@@ -146,9 +150,9 @@ def make_config(values: dict[str, Any]) -> CompareConfig:
             settings[name] = value
     kinds = {item.name: str(item.type) for item in (*fields(PruneConfig), *own.values())}
     faults += [
-        f"`{name}` is {value!r}; allowed: {kinds[name].replace(' | ', ' or ')}"
+        f"`{name}` is {values[name]!r}; allowed: {kind_name(kinds[name])}"
         for name, value in {**settings, **shared}.items()
-        if not _is_of(kinds[name], value)
+        if not is_of(kinds[name], value)
     ]
     if faults:
         raise GhostlayersError("; ".join(faults) + ".")
@@ -198,24 +202,26 @@ def smoke_config(config: CompareConfig, depth: int, text: str, given: set[str]) 
     return replace(config, **tiny, shared=tuple(shared.items()))
 
 
-def _is_of(kind: str, value: Any) -> bool:
-    if kind.startswith("tuple"):
-        wanted: type = int if "int" in kind else str
-        return all(isinstance(v, wanted) and not isinstance(v, bool) for v in value)
-    allowed: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
-    allowed["None"] = type(None)
-    parts = [allowed[part] for part in kind.split(" | ")]
-    if isinstance(value, bool) and "bool" not in kind:
-        return False
-    return any(isinstance(value, part) for part in parts)
-
-
 def _errors_of(check: Any) -> list[str]:
     try:
         check()
     except GhostlayersError as error:
         return [str(error).rstrip(".")]
     return []
+
+
+def _operator_faults(config: CompareConfig) -> list[str]:
+    """List faults of settings that only some operators read."""
+    shared, faults = dict(config.shared), list[str]()
+    for name, operators in (("rank", RANKED), ("refine", GUARDED)):
+        if shared.get(name) and not set(operators) & set(config.recover):
+            faults.append(
+                f"`{name}` is {shared[name]} and `recover` is {', '.join(config.recover)}; {name} "
+                f"works with {', '.join(operators)}"
+            )
+    for operator in config.recover:
+        faults += _errors_of(lambda o=operator: config.prune_config(num_remove=1, recover=o))
+    return faults
 
 
 def _number_faults(config: CompareConfig) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -62,12 +64,26 @@ def read_config(path: str | Path) -> dict[str, Any]:
         runs = []
     for number, run in enumerate(runs, start=1):
         faults += _unknown(run, f"run {number}: ", ("model",))
+    for name in ("title", "source", "notes", "model"):
+        if not isinstance(value.get(name), str | None):
+            faults.append(f"`{name}` is {value[name]!r}; allowed: a text")
+    try:
+        expected = json.dumps(value.get("expected"), default=_as_text)
+    except (TypeError, ValueError) as error:
+        faults.append(f"`expected` cannot be stored ({error})")
     if faults:
         raise GhostlayersError(
             f"--config {str(path)!r}: {'; '.join(faults)}. Keys are the flags of `compare --help` "
             f"with underscores, and {', '.join(OTHER_KEYS)}."
         )
-    return value
+    return {**value, "expected": json.loads(expected)}
+
+
+def _as_text(value: Any) -> str:
+    """Return what YAML reads as a date as it is written."""
+    if isinstance(value, date):
+        return value.isoformat()
+    raise TypeError(f"{value!r} is no text, number, list or mapping")
 
 
 def _unknown(values: Mapping[Any, Any], where: str, also: tuple[str, ...]) -> list[str]:
@@ -77,7 +93,7 @@ def _unknown(values: Mapping[Any, Any], where: str, also: tuple[str, ...]) -> li
     for name in values:
         if name not in allowed:
             near = get_close_matches(str(name), allowed, n=1, cutoff=0.5)
-            hint = f": did you mean {near[0]!r}?" if near else ""
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
             found.append(f"{where}unknown key {str(name)!r}{hint}")
     return found
 

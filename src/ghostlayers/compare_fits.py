@@ -20,6 +20,7 @@ from .decoder import decoder_layers, text_config
 from .fold_plan import moments_device
 from .fold_sites import FoldSite, find_fold_sites, layer_before
 from .moments import BoundaryMoments, MomentAccumulator, SplitMoments, held_out_mask
+from .norm_moments import moments_of_operator
 from .operators import FOLDING, GUARDED, NO_OPERATOR, REPLACING, ROBUST, OperatorFit
 from .plan import Boundary
 from .replacing import TransformMoments
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .recovery import Ladder
 
 CHANNEL = ("linearpatch-diag", "linearpatch-rotate")
+NORMALISED = ("ghost-norm",)
 FLOAT64 = 8
 
 
@@ -45,6 +47,8 @@ def family(operator: str) -> str:
     """Name the moments that an operator is fitted from; several operators may share them."""
     if operator in REPLACING:
         return operator
+    if operator in NORMALISED:
+        return "norm"
     return "robust" if operator in ROBUST else "second"
 
 
@@ -159,7 +163,7 @@ class GridFitter:
     def _sweep(self, group: dict[Boundary, list[str]]) -> dict[Key, Ladder]:
         """Run once up to the last boundary and fit what was collected."""
         batches = batches_of(self.ids, self.config.batch_size)
-        plain, robust = self._accumulators(group)
+        accumulators = self._accumulators(group)
         sites = {
             (name, boundary): find_fold_sites(self.model, layer_before(boundary)).mlp
             for boundary, names in group.items()
@@ -176,25 +180,22 @@ class GridFitter:
         states = {edge for boundary in group for edge in (boundary.start, boundary.stop)}
         bar = progress_bar(batches, f"moments, {self.calibration.name}", self.progress)
         for seen in stream(prefix, bar, states, modules):
-            for accumulator in (plain, robust):
-                if accumulator is not None:
-                    accumulator.update(seen.states, seen.rows)
+            for accumulator in accumulators.values():
+                accumulator.update(seen.states, seen.rows)
             held_out = held_out_mask(seen.rows, *self.ids.shape)
             for (_, boundary), moments in transforms.items():
                 x, path = seen.states[boundary.start], moments.site.path
                 y = seen.states[boundary.stop].to(x.device)
                 inputs = {path: seen.inputs[f"{boundary.start - 1}.{path}"]}
                 moments.add(BoundaryBatch(x, y, inputs, seen.rows, held_out))
-        found = self._fit_plain(plain, group) | self._fit_robust(robust, group)
+        found = self._fit_robust(accumulators.pop("robust", None), group)
+        for kind, accumulator in accumulators.items():
+            found |= self._fit_plain(kind, accumulator, group)
         return found | {key: _lean(moments.fit(), key[0]) for key, moments in transforms.items()}
 
-    def _accumulators(
-        self, group: dict[Boundary, list[str]]
-    ) -> tuple[MomentAccumulator | None, MomentAccumulator | None]:
-        places: dict[str, list[Boundary]] = {"second": [], "robust": []}
-        for boundary, names in group.items():
-            for kind in {family(name) for name in names} & set(places):
-                places[kind].append(boundary)
+    def _accumulators(self, group: dict[Boundary, list[str]]) -> dict[str, MomentAccumulator]:
+        """Return an accumulator for each kind of moments that is asked for."""
+        names = sorted({name for names in group.values() for name in names})
         settings = self._settings(NO_OPERATOR)
         auto = settings.moments_device == "auto"
         shared: dict[str, Any] = {
@@ -202,30 +203,36 @@ class GridFitter:
             "window": self.ids.shape[1],
             "device": None if auto else moments_device(self.model, settings),
         }
-        names = sorted({name for names in group.values() for name in names})
-        plain = robust = None
-        if places["second"]:
-            plain = MomentAccumulator(places["second"], zeros=grid_zeros(names), **shared)
-        if places["robust"]:
-            massive = self.calibration.massive
-            robust = MomentAccumulator(places["robust"], massive=massive, **shared)
-        return plain, robust
+        kinds: dict[str, dict[str, Any]] = {
+            "second": {"zeros": grid_zeros(names)},
+            "norm": {"zeros": moments_of_operator(*NORMALISED, self.model.config)},
+            "robust": {"massive": self.calibration.massive},
+        }
+        found = {}
+        for kind, own in kinds.items():
+            places = [b for b, asked in group.items() if kind in map(family, asked)]
+            if places:
+                found[kind] = MomentAccumulator(places, **own, **shared)
+        return found
 
     def _transform(self, operator: str, boundary: Boundary, site: FoldSite) -> TransformMoments:
         runs = BoundaryRuns(self.model, boundary, self.ids, self.config.batch_size)
         return TransformMoments(runs, site, self._settings(operator))
 
     def _fit_plain(
-        self, accumulator: MomentAccumulator | None, group: dict[Boundary, list[str]]
+        self, kind: str, accumulator: MomentAccumulator, group: dict[Boundary, list[str]]
     ) -> dict[Key, Ladder]:
         found: dict[Key, Ladder] = {}
-        moments = {} if accumulator is None else accumulator.result()
+        moments = accumulator.result()
         for boundary in list(moments):
             split = moments.pop(boundary)
             for name in group[boundary]:
-                if family(name) == "second":
+                own = split
+                if family(name) != kind:
+                    continue
+                if kind == "second":
                     own = SplitMoments(boundary, split.fit.of(name), split.held_out.of(name))
-                    found[name, boundary] = self._fitted(own, name)
+                found[name, boundary] = self._fitted(own, name)
         return found
 
     def _fit_robust(

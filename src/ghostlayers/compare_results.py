@@ -21,11 +21,11 @@ from .compare_lines import (
     Line,
     RunLine,
 )
+from .compare_lock import RESULTS_FILE, cannot_be_written
 from .errors import CheckpointError
 from .records import plain
 
 SCHEMA = 1
-RESULTS_FILE = "results.jsonl"
 
 
 @dataclass
@@ -139,20 +139,38 @@ class ResultsFile:
     def __init__(self, folder: Path) -> None:
         self.path = folder / RESULTS_FILE
         self.results = CompareResults()
+        self.pending: RunLine | None = None
         if self.path.exists():
+            if not self.path.is_file():
+                raise CheckpointError(f"{str(self.path)!r} is no file. Use another folder.")
             lines = _whole_lines(self.path)
             self.results = _parse(self.path, lines)
             whole = sum(len(line) + 1 for line in lines)
             if whole < self.path.stat().st_size:
                 os.truncate(self.path, whole)
 
+    def start(self, line: RunLine) -> None:
+        """Take in what the run is; it is stored with the first line of its results."""
+        self.pending = line
+        self.results.add(line)
+
     def add(self, line: Line) -> None:
-        """Store a line: it is on the disk when this returns."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
-            file.write((to_json(line) + "\n").encode("utf-8"))
-            file.flush()
-            os.fsync(file.fileno())
+        """Store a line: it is on the disk when this returns.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        lines = [line] if self.pending is None else [self.pending, line]
+        text = "".join(f"{to_json(each)}\n" for each in lines)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as file:
+                file.write(text.encode("utf-8"))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise cannot_be_written(self.path.parent, error) from error
+        self.pending = None
         self.results.add(line)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .budgets import budget_record
 from .checkpoint import save_pruned
+from .compare_calibration import readable_name
 from .pipeline import PruneResult, result_record
 from .plan import format_layers
 from .selection import Selection
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .recovery import Recovery
 
 CHECKPOINTS_FOLDER = "checkpoints"
+MAX_LAYERS_LENGTH = 60
 
 
 def save_cell(
@@ -52,8 +54,13 @@ def save_cell(
         changed=recovery.changed,
     )
     what = job.operator if job.cut.selector is None else job.cut.selector
-    name = f"{calibration.name}-{calibration.num_windows}-{format_layers(plan.removed)}-{what}"
-    name = f"{name}-{job.fit}".replace("/", "_").replace(":", "_")
+    text, text_hash = readable_name(calibration.name)
+    if text != calibration.name:
+        text = f"{text}-{text_hash}"
+    layers = format_layers(plan.removed)
+    if len(layers) > MAX_LAYERS_LENGTH:
+        layers = f"{layers[:MAX_LAYERS_LENGTH]}-{readable_name(layers)[1]}"
+    name = f"{text}-{calibration.num_windows}-{layers}-{what}-{job.fit}"
     folder = run.file.path.parent / CHECKPOINTS_FOLDER / name
     save_pruned(result, folder, source=run.source, dtype=settings.dtype, force=True)
     return folder

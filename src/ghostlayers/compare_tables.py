@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .compare_lock import cannot_be_written
 from .compare_results import CellLine, CompareResults, CutLine
 from .plan import format_layers
 from .tables import render_table
@@ -247,7 +248,18 @@ def _row(
 
 
 def write_tables(results: CompareResults, folder: Path) -> None:
-    """Write `results.csv` and `results.md`; each appears when it is complete."""
+    """Write `results.csv` and `results.md`; each appears when it is complete.
+
+    Raises:
+        CheckpointError: If they cannot be written.
+    """
+    try:
+        _write_tables(results, folder)
+    except OSError as error:
+        raise cannot_be_written(folder, error) from error
+
+
+def _write_tables(results: CompareResults, folder: Path) -> None:
     part = folder / f".{CSV_FILE}.{os.getpid()}"
     with part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, CSV_COLUMNS, restval="")

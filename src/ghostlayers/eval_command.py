@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import PruneConfig
 from .errors import CalibrationError, GhostlayersError
+from .flags import add_config_flags, add_placement_flags
 from .records import versions
 from .text_sources import check_source
 
@@ -32,6 +33,53 @@ SPEED_DEFAULTS: dict[str, tuple[str | int, str]] = {
     "repeats": (5, "timed runs of each"),
     "warmup": (2, "runs before those, not timed"),
 }
+
+
+def add_eval_flags(parser: argparse.ArgumentParser, model_help: str) -> None:
+    """Add the flags of `eval`."""
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help=f"{model_help}; the first is the baseline of the others (before an output of prune "
+        "the dense model that it names is put)",
+    )
+    parser.add_argument(
+        "--no-dense",
+        action="store_true",
+        help="measure the PATHs alone, also where the first is an output of prune",
+    )
+    parser.add_argument(
+        "--perplexity",
+        metavar="SRC",
+        help="texts to score, split by commas; sources as for --calibration of prune (default: "
+        "wikitext2, unless --tasks or --speed is given)",
+    )
+    parser.add_argument(
+        "--window",
+        type=int,
+        help="tokens per window (default: 2048, or the model's maximum if shorter)",
+    )
+    parser.add_argument("--num-windows", type=int, help="windows scored (default: all)")
+    parser.add_argument(
+        "--tasks",
+        metavar="NAMES",
+        help="tasks of lm-evaluation-harness, split by commas; 'paper': the nine of the papers",
+    )
+    parser.add_argument(
+        "--include-path", metavar="DIR", help="folder of further task files (.yaml)"
+    )
+    parser.add_argument("--limit", type=int, help="items per task (default: all)")
+    parser.add_argument("--num-fewshot", type=int, help="examples per item (default: the task's)")
+    parser.add_argument(
+        "--speed", action="store_true", help="time prefill and decode on random token ids"
+    )
+    for name, (default, text) in SPEED_DEFAULTS.items():
+        kind = str if isinstance(default, str) else int
+        flag = f"--speed-{name.replace('_', '-')}"
+        parser.add_argument(flag, type=kind, default=default, help=f"{text} (default: {default})")
+    add_config_flags(parser, ("batch_size", "dtype", "device"))
+    add_placement_flags(parser)
 
 
 def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError, UnsupportedModelError
 from .finetune_config import DEFAULT_WINDOW, FinetuneConfig
+from .flags import add_config_flags, add_placement_flags
+from .placement import Placement
 from .records import has_operators, read_record
 from .tables import render_table
 from .text_sources import check_source
@@ -21,11 +23,35 @@ if TYPE_CHECKING:
     from .distillation import FinetuneResult
     from .loading import ModelSource
     from .teacher_logits import TeacherLogits
+TEACHER_FLAGS = ("device_map", "max_memory", "offload_folder")
+
+
+def add_finetune_flags(parser: argparse.ArgumentParser, model_help: str) -> None:
+    """Add the flags of `finetune`."""
+    parser.add_argument("path", metavar="PATH", help="a checkpoint written by prune")
+    parser.add_argument(
+        "--teacher", required=True, metavar="MODEL", help=f"the dense model: {model_help}"
+    )
+    parser.add_argument("-o", "--out", required=True, metavar="OUT", help="folder to write")
+    add_config_flags(parser, config=FinetuneConfig)
+    add_placement_flags(parser, TEACHER_FLAGS, "a teacher larger than memory")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument(
+        "--cache",
+        metavar="DIR",
+        help="folder for the teacher's logits, which stay there (default: in a work folder beside "
+        "OUT, .OUT.finetune, that holds the state of an interrupted run as well and goes when OUT "
+        "is written)",
+    )
+    parser.add_argument(
+        "--keep-cache", action="store_true", help="keep the teacher's logits in the work folder"
+    )
 
 
 def run_finetune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     """Distil and write the checkpoint; the JSON value is its record."""
     config = FinetuneConfig(**settings)
+    _placement(args)  # its faults come before any work
     from .checkpoint import check_output, load_pruned
     from .commands import _check_json_target, _quiet_transformers
 
@@ -68,6 +94,11 @@ def run_finetune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str
     return {"out": str(out), **read_record(out)}
 
 
+def _placement(args: argparse.Namespace) -> Placement:
+    """Read where the teacher's weights go; `--device` is that of the student beside a map."""
+    return Placement.parse(**{name: getattr(args, name) for name in TEACHER_FLAGS})
+
+
 def _check_teacher(record: dict[str, Any], own: Any, other: Any, name: str) -> None:
     """Refuse a teacher of another vocabulary; warn of one of another depth."""
     from .decoder import num_decoder_layers, text_config
@@ -100,7 +131,7 @@ def _teacher_logits(
 
     tokenizer = load_tokenizer(teacher_source)
     _check_tokenizers(tokenizer, source)
-    teacher = load_model(teacher_source, device=config.device)
+    teacher = load_model(teacher_source, device=config.device, placement=_placement(args))
     longest = resolve_window(config.window, teacher.config)
     window = min(longest, DEFAULT_WINDOW) if config.window is None else longest
     if config.calibration == "self":

@@ -10,10 +10,19 @@ from typing import Any
 
 from .config import PruneConfig
 from .errors import CheckpointError
-from .records import RECORD_FILE, read_record
+from .json_shape import Maybe, Values, shape_error
+from .records import FORMAT_VERSION, RECORD_FILE, read_record
+from .setting_types import is_of, kind_name
 
 # What may differ from the record without changing the result: where a text lies, what computes.
 FREE_SETTINGS = ("calibration", "device", "moments_device")
+SHAPE = {
+    "format_version": int,
+    "removed": [int],
+    "boundaries": [{"operator": str}],
+    "calibration": Maybe({"ids_sha256": str}),
+    "versions": Values(str),
+}
 
 
 def read_like(place: str) -> dict[str, Any]:
@@ -35,12 +44,27 @@ def read_like(place: str) -> dict[str, Any]:
         record = read_record(path.parent if path.is_file() else path)
     if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
         raise CheckpointError(f"--like {place!r} is no record of `ghostlayers prune`.")
+    _check_shape(place, record)
     if record.get("finetune") is not None:
         raise CheckpointError(
             f"--like {place!r}: its weights were trained after `prune`, which cannot make them. "
             "Give the record of the checkpoint before `finetune`."
         )
     return record
+
+
+def _check_shape(place: str, record: Mapping[str, Any]) -> None:
+    """Check what is compared with the result."""
+    wrong = shape_error(record, SHAPE)
+    if wrong is not None:
+        raise CheckpointError(
+            f"--like {place!r} is damaged: {wrong}. Give a record as `prune` wrote it."
+        )
+    if record["format_version"] != FORMAT_VERSION:
+        raise CheckpointError(
+            f"--like {place!r} has format version {record['format_version']}; this release reads "
+            f"{FORMAT_VERSION}. Upgrade ghostlayers."
+        )
 
 
 def settings_like(record: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,6 +92,13 @@ def settings_like(record: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
             f"the record has the setting {unknown[0]!r}, which this release does not know. Upgrade "
             "ghostlayers."
         )
+    kinds = {item.name: str(item.type) for item in fields(PruneConfig)}
+    for name, value in record["config"].items():
+        if not is_of(kinds[name], value):
+            raise CheckpointError(
+                f"the record has `{name}` {value!r}; allowed: {kind_name(kinds[name])}. Give a "
+                "record as `prune` wrote it."
+            )
     return {**record["config"], **given}
 
 
@@ -94,7 +125,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _releases(record: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in record.get("versions", {}).items())
+    return ", ".join(f"{name} {value}" for name, value in record["versions"].items())
 
 
 __all__ = ["FREE_SETTINGS", "check_like", "read_like", "settings_like"]

@@ -6,8 +6,10 @@ import html
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from .operators import NO_OPERATOR
@@ -55,7 +57,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     caption: str = ""
 
-    @property
+    @cached_property
     def right(self) -> list[bool]:
         """Which columns hold numbers."""
         columns = list(zip(*self.rows, strict=True)) or [()] * len(self.header)
@@ -169,9 +171,10 @@ def log_ticks(low: float, high: float) -> list[float]:
     best: list[float] = []
     for steps in ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1, 1.5, 2, 3, 4, 5, 7)):
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        powers = range(first, min(last, sys.float_info.max_10_exp) + 1)
         best = [
             step * 10.0**power
-            for power in range(first, last + 1)
+            for power in powers[:: 1 + len(powers) // 12]
             for step in steps
             if low <= step * 10.0**power <= high
         ]
@@ -185,8 +188,8 @@ def log_ticks(low: float, high: float) -> list[float]:
 def log_axis(title: str, values: Sequence[float], **changes: Any) -> dict[str, Any]:
     """Return a logarithmic axis with round ticks around positive values."""
     low, high = min(values), max(values)
-    pad = max(1.03, (high / low) ** 0.06)
-    low, high = low / pad, high * pad
+    pad = max(1.03, math.exp(0.06 * (math.log(high) - math.log(low))))
+    low, high = max(low / pad, sys.float_info.min), min(high * pad, sys.float_info.max)
     ticks = log_ticks(low, high)
     return axis(
         title,

@@ -26,6 +26,7 @@ from .decoder import check_ids, input_device, input_embeddings
 from .divergence import top_log_probs
 from .errors import CalibrationError, CheckpointError, GhostlayersError
 from .model_checks import evaluating
+from .offload import stored_tensor
 from .records import write_json
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def weights_sha256(model: PreTrainedModel) -> str:
     found = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        flat = tensor.detach().cpu().contiguous().flatten()
+        value = stored_tensor(model, name) if tensor.is_meta else tensor
+        flat = value.detach().cpu().contiguous().flatten()
         found.update(flat.view(torch.uint8).numpy().data)
     return found.hexdigest()
 
@@ -145,7 +147,12 @@ def _prepare_folder(cache: TeacherLogits, *, replace_stale: bool) -> None:
     folder, key_file = cache.folder, cache.folder / KEY_FILE
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"cache {str(folder)!r} is a file. Give a folder.")
-    found: Any = json.loads(key_file.read_text("utf-8")) if key_file.is_file() else None
+    try:
+        found: Any = json.loads(key_file.read_text("utf-8")) if key_file.is_file() else None
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise CheckpointError(
+            f"{key_file} is damaged ({error}). Delete its folder, or give another one."
+        ) from error
     if found is None and folder.exists() and any(folder.iterdir()):
         raise CheckpointError(
             f"cache {str(folder)!r} holds other files. Give a new folder, or one that "
