@@ -7,12 +7,13 @@ Legend: N counted tokens, C hidden size. X (N, C) enters the boundary, Y (N, C) 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .exact_sums import SHARED
 from .hadamard import hadamard_matrix
 from .moments import BoundaryMoments
 
@@ -32,7 +33,7 @@ class ChannelMoments:
     second: BoundaryMoments
     input_sums: Tensor
     target_sums: Tensor
-    rotation: Tensor | None = None
+    rotation: Tensor | None = field(default=None, metadata={SHARED: True})
 
     @classmethod
     def zeros(

@@ -7,15 +7,16 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from . import __version__
+from . import __version__, distributed
 from .config import PruneConfig
 from .errors import GhostlayersError
 from .finetune_config import FinetuneConfig
 from .requirements import needing_transformers
+from .resume import SAVE_EVERY
 
 VERBS = {
     "analyze": "measure a model and say what each selector would remove; changes nothing",
@@ -46,6 +47,8 @@ ANALYZE_FIELDS = (
     "device",
     "seed",
 )
+# Verbs whose work several processes share.
+SHARED_VERBS = ("analyze", "prune", "eval")
 NUMBERS = {"int": int, "int | None": int, "float": float, "float | None": float}
 
 
@@ -53,6 +56,8 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
+        if distributed.launched_rank():
+            self.exit(2)  # the first process prints it
         self.exit(2, f"ghostlayers: error: {message}. See: {self.prog} --help\n")
 
 
@@ -135,8 +140,43 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_eval(added["eval"], model_help)
 
+    for verb in SHARED_VERBS:
+        _add_run_flags(added[verb], saves=verb != "eval")
     added["info"].add_argument("path", metavar="PATH", help="a checkpoint written by prune")
     return parser
+
+
+def _add_run_flags(parser: argparse.ArgumentParser, *, saves: bool) -> None:
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=distributed.DEFAULT_TIMEOUT,
+        metavar="SECONDS",
+        help="with several processes (torchrun, accelerate launch): how long one may not answer "
+        f"before the run ends (default: {distributed.DEFAULT_TIMEOUT:g})",
+    )
+    if not saves:
+        return
+    parser.add_argument(
+        "--resume-dir",
+        metavar="DIR",
+        help="work folder of sums from which an interrupted run goes on; it goes when the result "
+        "is written (default: a hidden folder beside the result)",
+    )
+    parser.add_argument(
+        "--save-every",
+        type=_seconds,
+        default=SAVE_EVERY,
+        metavar="SECONDS",
+        help=f"how often these sums are saved (default: {SAVE_EVERY:g})",
+    )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value <= 1e9:
+        raise ValueError
+    return value
 
 
 def _add_eval(parser: argparse.ArgumentParser, model_help: str) -> None:
@@ -205,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0, or 2 for an error that the user can mend.
     """
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or distributed.launched_rank():
         os.environ.setdefault("TQDM_DISABLE", "1")
     args = build_parser().parse_args(argv)
     warnings.simplefilter("default" if args.debug else "ignore")
@@ -215,7 +255,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GhostlayersError as error:
         if args.debug:
             raise
-        print(f"ghostlayers: error: {error}", file=sys.stderr)
+        if not error.repeated:
+            print(f"ghostlayers: error: {error}", file=sys.stderr)
         return 2
 
 
@@ -229,9 +270,17 @@ def _run(args: argparse.Namespace) -> int:
         for item in fields(FinetuneConfig if args.verb == "finetune" else PruneConfig)
         if hasattr(args, item.name)
     }
-    with warnings.catch_warnings():
+    shared = args.verb in SHARED_VERBS
+    with warnings.catch_warnings(), ExitStack() as stack:
         warnings.filterwarnings("always", module=r"ghostlayers(\..*)?")
         warnings.showwarning = _show_warning
+        if shared:
+            stack.enter_context(distributed.session(args.timeout))
+            distributed.check_same("settings", (args.verb, settings, __version__))
+        if shared and not distributed.is_main():
+            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            stack.enter_context(redirect_stderr(nowhere))
+            stack.enter_context(redirect_stdout(nowhere))
         run = {
             "analyze": commands.run_analyze,
             "prune": commands.run_prune,
@@ -241,7 +290,8 @@ def _run(args: argparse.Namespace) -> int:
         }[args.verb]
         with redirect_stdout(sys.stderr if args.json == "-" else sys.stdout):
             result = run(args, settings)
-        commands.write_result(args.json, result)
+        if distributed.is_main():
+            commands.write_result(args.json, result)
     return 0
 
 

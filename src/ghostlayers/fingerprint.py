@@ -77,6 +77,13 @@ def _sample(tensor: torch.Tensor) -> bytes:
     return wide.numpy().tobytes()
 
 
+def tensor_sha256(tensor: torch.Tensor) -> str:
+    """Return a hash over dtype, shape and bytes of a tensor."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def fingerprint(model: PreTrainedModel) -> dict[str, str]:
     """Return `config_sha256` and `weights_sha256` of a model."""
     return {

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from .errors import CalibrationError
+from .exact_sums import Parts, Running
+from .fingerprint import tensor_sha256
 from .plan import Boundary
 
 if TYPE_CHECKING:
@@ -234,7 +236,40 @@ class MomentAccumulator:
         self.massive = massive
         self.zeros = zeros or (BoundaryMoments if massive is None else RobustMoments).zeros
         self.seen = 0
-        self.moments: dict[Boundary, SplitMoments[Any]] = {}
+        self.parts = Parts()
+        # By boundary, the fitting and the held-out part.
+        self.running: dict[Boundary, tuple[Running[Any], Running[Any]]] = {}
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        """JSON values that say what it adds up."""
+        return {
+            "moments": [str(boundary) for boundary in self.boundaries],
+            "windows": [self.num_windows, self.window],
+            "kind": getattr(self.zeros, "__qualname__", ""),
+            "massive": None if self.massive is None else tensor_sha256(self.massive),
+        }
+
+    @property
+    def moments(self) -> dict[Boundary, SplitMoments[Any]]:
+        """Moments so far, by boundary."""
+        return {
+            boundary: SplitMoments(boundary, fit.total, held_out.total)
+            for boundary, (fit, held_out) in self.running.items()
+        }
+
+    def begin(self, token: int) -> None:
+        """Start at a token; see `sweep.Accumulator`."""
+        self.seen = token
+
+    def _start(self, boundary: Boundary, x: Tensor) -> None:
+        device = self.device or ("cpu" if x.device.type == "mps" else x.device)
+        size = x.shape[1]
+        fit, held_out = (
+            self.parts.add(f"{boundary} {name}", Running(lambda: self.zeros(size, device)))
+            for name in ("fit", "held out")
+        )
+        self.running[boundary] = fit, held_out
 
     def update(self, states: Mapping[int, Tensor], rows: TokenRows) -> None:
         """Add one batch; see `sweep.Accumulator`."""
@@ -243,19 +278,15 @@ class MomentAccumulator:
         self.seen += len(held_out)
         for boundary in self.boundaries:
             x, y = states[boundary.start], states[boundary.stop]
-            if boundary not in self.moments:
-                device = self.device or ("cpu" if x.device.type == "mps" else x.device)
-                self.moments[boundary] = SplitMoments(
-                    boundary,
-                    self.zeros(x.shape[1], device),
-                    self.zeros(x.shape[1], device),
-                )
-            moments, mask = self.moments[boundary], held_out.to(x.device)
+            if boundary not in self.running:
+                self._start(boundary, x)
+            fit, rest = self.running[boundary]
+            mask = held_out.to(x.device)
             rows_of = [x, y.to(x.device)] + ([] if massive is None else [massive.to(x.device)])
             if held_out.any():
-                moments.held_out.add(*(part[mask] for part in rows_of))
+                rest.add(*(part[mask] for part in rows_of))
             if not held_out.all():
-                moments.fit.add(*(part[~mask] for part in rows_of))
+                fit.add(*(part[~mask] for part in rows_of))
 
     def result(self) -> dict[Boundary, SplitMoments[Any]]:
         """Return the moments by boundary.
@@ -263,14 +294,14 @@ class MomentAccumulator:
         Raises:
             CalibrationError: If no token was counted.
         """
-        missing = [
-            boundary
+        found = self.moments
+        if any(
+            boundary not in found
+            or found[boundary].fit.num_tokens + found[boundary].held_out.num_tokens == 0
             for boundary in self.boundaries
-            if boundary not in self.moments or self.moments[boundary].total.num_tokens == 0
-        ]
-        if missing:
+        ):
             raise CalibrationError(
                 "no calibration tokens: every position was masked out or no batch was given. "
                 "Give at least one window of text."
             )
-        return dict(self.moments)
+        return found

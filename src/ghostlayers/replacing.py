@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .boundary_runs import BoundaryBatch, BoundaryRuns
 from .decoder import decoder_layers, text_config
-from .errors import CalibrationError
+from .exact_sums import Rows, SplitSums
 from .feature_moments import FeatureMoments
 from .fold_plan import check_memory, moments_device
 from .fold_sites import FoldSite
@@ -102,36 +102,35 @@ def _collect(
 ) -> tuple[tuple[FeatureMoments, FeatureMoments], tuple[TokenStates, TokenStates] | None]:
     """Run once: moments of m against Δ, split; for the cosine the states of some tokens as well."""
     size = int(text_config(runs.dense.config).hidden_size)
-    parts = FeatureMoments.zeros(size, size, device), FeatureMoments.zeros(size, size, device)
+    sums: SplitSums[FeatureMoments] = SplitSums()
+    parts = sums.started(lambda: FeatureMoments.zeros(size, size, device))
     keeps = config.recover == "replaceme-cosine"
     chosen = torch.zeros(runs.ids.numel(), dtype=torch.bool)
     if keeps:
         kept = kept_tokens(runs.ids.numel(), size, config.seed)
         check_memory(BYTES_PER_NUMBER * size * len(kept), device, config)
         chosen[kept] = True
-    states: tuple[list[TokenStates], list[TokenStates]] = ([], [])
-    output, seen = _output_map(runs, site, device), 0
+    states = [[sums.parts.add(f"{i}{k}", Rows()) for k in "mry"] for i in range(2)]
+    output = _output_map(runs, site, device)
 
     def add(batch: BoundaryBatch) -> None:
-        nonlocal seen
         m = output(batch.inputs[site.path].to(device, torch.float64))
         x, y = (state.to(device, torch.float64) for state in (batch.x, batch.y))
-        wanted = chosen[seen : seen + len(x)].to(device)
-        seen += len(x)
+        wanted = chosen[batch.token :][: len(x)].to(device)
         held_out = batch.held_out.to(device)
         for moments, kept_states, mask in zip(parts, states, (~held_out, held_out), strict=True):
             if mask.any():
                 moments.add(m[mask], (y - x)[mask], y[mask])
             if keeps:
-                rows = [part[mask & wanted].float() for part in (m, x - m, y)]
-                kept_states.append(TokenStates(*rows))
+                for rows, part in zip(kept_states, (m, x - m, y), strict=True):
+                    rows.append(part[mask & wanted].float())
 
-    runs.run(add, [site.path])
-    if not seen:
-        raise CalibrationError("no calibration tokens: give at least one window of text.")
+    key = {"recover": config.recover, "seed": config.seed if keeps else None}
+    runs.run(add, [site.path], parts=sums.parts, key=key)
     if not keeps:
-        return parts, None
-    return parts, (_joined(states[0]), _joined(states[1]))
+        return sums.totals(), None
+    fit, held_out = (TokenStates(*(rows.joined() for rows in kept)) for kept in states)
+    return sums.totals(), (fit, held_out)
 
 
 def _output_map(
@@ -147,11 +146,6 @@ def _output_map(
         return site.scale * (z @ a + shift)
 
     return output
-
-
-def _joined(parts: list[TokenStates]) -> TokenStates:
-    columns = zip(*((part.m, part.rest, part.y) for part in parts), strict=True)
-    return TokenStates(*(torch.cat(column) for column in columns))
 
 
 def _errors(total: FeatureMoments, held_out: FeatureMoments, found: TransformFit) -> dict[str, Any]:

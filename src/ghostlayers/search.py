@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
+from . import distributed
 from .candidates import Candidate, starting_candidates, swaps
 from .config import PruneConfig
 from .decoder import text_config
@@ -256,7 +257,7 @@ def search_layers(
         massive = massive.view(len(ids), -1)[chosen].flatten()
     judge = _Judge(model, ids[chosen], config, massive, progress=progress)
     depth = context.similarity.num_layers
-    start = starting_candidates(context)
+    start = distributed.same(starting_candidates(context))
     lossless = judge.scorer.dense_losses(
         {first_state(PruningPlan(depth, candidate.removed)) for candidate in start}
     )

@@ -8,16 +8,17 @@ model's own forward does the rest: masks, positions, operators, norm and head.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from . import distributed
 from .decoder import base_model, decoder_layers, input_device, remove_layers_, share_tensors
 from .errors import UnsupportedModelError
-from .evaluation import window_losses
+from .evaluation import local_losses, window_losses
 from .model_checks import LOW_PRECISION, evaluating
 from .operators import OperatorFit
 from .plan import Boundary, PruningPlan
@@ -108,10 +109,12 @@ class SuffixScorer:
     ) -> None:
         self.model = model
         self.ids = ids
+        self.own = distributed.own_windows(len(ids), batch_size)
         self.batch_size = batch_size
         self.description = description
         self.progress = progress
-        # By index, one (B, T, C) tensor per batch, on the CPU in the model's dtype; None: unusable.
+        # By index, one (B, T, C) tensor for each of this process' batches, on the CPU in the
+        # model's dtype; None: unusable.
         self.states: dict[int, list[Tensor] | None] = {}
         self._dense: list[float] | None = None
 
@@ -145,9 +148,18 @@ class SuffixScorer:
             return
         prefix = prefix_model(self.model, max(missing))
         base, device = base_model(prefix), input_device(prefix)
-        with evaluating(prefix), self._keeping(prefix, missing):
-            for part in batches_of(self.ids, self.batch_size):
+        with (
+            self._keeping(prefix, missing),
+            distributed.section(),
+            evaluating(prefix),
+        ):
+            for part in self.batches():
                 base(input_ids=part.to(device), use_cache=False)
+
+    def batches(self, values: Tensor | None = None) -> list[Tensor]:
+        """Return this process' batches of the windows, or of other (n, T) values."""
+        values = self.ids if values is None else values
+        return batches_of(values[self.own], self.batch_size) if len(values[self.own]) else []
 
     @contextmanager
     def _keeping(self, model: PreTrainedModel, states: Iterable[int]) -> Iterator[None]:
@@ -158,11 +170,10 @@ class SuffixScorer:
 
         with capture(decoder_layers(model), found, keep):
             yield
-        batches = batches_of(self.ids, self.batch_size)
+        expected = [tuple(batch.shape) for batch in self.batches()]
         for index, parts in found.items():
-            shapes = [tuple(part.shape[:2]) for part in parts]
-            usable = shapes == [tuple(batch.shape) for batch in batches]
-            self.states[index] = parts if usable else None
+            usable = [tuple(part.shape[:2]) for part in parts] == expected
+            self.states[index] = parts if distributed.everyone(usable) else None
 
     def suffix(
         self, pruned: PreTrainedModel, plan: PruningPlan, start: int | None = None
@@ -191,11 +202,13 @@ class SuffixScorer:
         lower = {layer for layer in plan.kept if layer < start}
         lacking = PruningPlan(plan.num_layers, (*plan.removed, *lower))
         suffix = Suffix(model, lacking, start)
-        return suffix if self._agrees(pruned, model, parts[0]) else whole
+        with distributed.section():
+            agrees = not parts or self._agrees(pruned, model, parts[0])
+        return suffix if distributed.everyone(agrees) else whole
 
     def _agrees(self, pruned: PreTrainedModel, model: PreTrainedModel, state: Tensor) -> bool:
         """Compare a suffix with its whole model on a few tokens: layers may share more states."""
-        ids = self.ids[:1, :PROBE_TOKENS].to(input_device(pruned))
+        ids = self.ids[self.own][:1, :PROBE_TOKENS].to(input_device(pruned))
         with evaluating(pruned):
             wanted = pruned(input_ids=ids, use_cache=False).logits.float()
         feeding = fed(decoder_layers(model)[0], state[:1, :PROBE_TOKENS])
@@ -217,26 +230,18 @@ class SuffixScorer:
         states: Sequence[Tensor] | None = None
         if suffix.start is not None:
             states = self.states[suffix.start]
-        if states is None:
-            return window_losses(
-                suffix.model,
-                self.ids,
-                batch_size=self.batch_size,
-                targets=targets,
-                description=self.description,
-                progress=self.progress,
-            )
+        batches, wanted = self.batches(), self.batches(targets)
         first, losses = decoder_layers(suffix.model)[0], list[float]()
-        batches = batches_of(self.ids, self.batch_size)
-        wanted = batches if targets is None else batches_of(targets, self.batch_size)
         bar = tqdm(batches, desc=self.description, disable=None if self.progress else True)
-        for part, target, state in zip(bar, wanted, states, strict=True):
-            with fed(first, state):
-                losses += window_losses(
-                    suffix.model,
-                    part,
-                    batch_size=self.batch_size,
-                    targets=target,
-                    progress=False,
-                )
-        return losses
+        with distributed.section():
+            for index, (part, target) in enumerate(zip(bar, wanted, strict=True)):
+                feeding = nullcontext() if states is None else fed(first, states[index])
+                with feeding:
+                    losses += local_losses(
+                        suffix.model,
+                        part,
+                        batch_size=self.batch_size,
+                        targets=target,
+                        progress=False,
+                    )
+        return distributed.gather(losses)

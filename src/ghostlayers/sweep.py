@@ -9,14 +9,17 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from . import distributed
 from .decoder import base_model, check_ids, decoder_layers, input_device, text_config
 from .errors import CalibrationError, UnsupportedModelError
+from .exact_sums import Parts
+from .shared_sweep import SweepPart, model_key, run_sweep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +49,20 @@ class Accumulator(Protocol):
 
     def update(self, states: Mapping[int, Tensor], rows: TokenRows) -> None:
         """Add one batch: `states[l]` is (N, C), the counted tokens of hidden state l."""
+
+
+@runtime_checkable
+class SharedAccumulator(Accumulator, Protocol):
+    """One whose sums several processes put together, and that goes on after an interruption."""
+
+    parts: Parts
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        """JSON values that say what it adds up."""
+
+    def begin(self, token: int) -> None:
+        """Start, or go on, at a counted token: the number of those before it in the sweep."""
 
 
 def hidden_state(output: Any) -> Tensor:
@@ -153,6 +170,8 @@ def stream(
     batches: Iterable[Batch],
     states: Iterable[int],
     modules: Mapping[str, nn.Module] | None = None,
+    *,
+    part: SweepPart | None = None,
 ) -> Iterator[Captured]:
     """Run the base model batch by batch and yield what the counted tokens look like.
 
@@ -161,6 +180,7 @@ def stream(
         batches: (B, T) int64 token ids, or mappings with `input_ids` and `attention_mask`.
         states: Indices of the hidden states to capture.
         modules: Modules of the model whose input to capture, by any name.
+        part: Where the batches stand in a sweep of which they are a part.
 
     Yields:
         One `Captured` per batch; tensors are float32 (float64 if they were). It is emptied when
@@ -187,7 +207,7 @@ def stream(
         inputs[name] = rows if rows.dtype == torch.float64 else rows.float()
 
     device, size = input_device(model), text_config(model.config).hidden_size
-    window = 0
+    window = 0 if part is None else part.first_window
     for batch in batches:
         ids, mask = split_batch(batch)
         check_ids(model, ids)
@@ -196,6 +216,8 @@ def stream(
         shape = (ids.shape[0], ids.shape[1], size)
         if not len(flat):
             continue
+        if part is not None and part.idle:
+            rows, flat = TokenRows(rows.window[:0], rows.position[:0]), flat[:0]
         arguments = _arguments(base, ids.to(device), mask)
         captured, inputs, training = {}, {}, model.training
         model.eval()
@@ -250,9 +272,43 @@ def sweep(
         CalibrationError: If a captured state is not finite; the layer and the dtype are named.
     """
     wanted = {state for accumulator in accumulators for state in accumulator.states}
-    for seen in stream(model, progress_bar(batches, description, progress), wanted):
-        for accumulator in accumulators:
-            accumulator.update(seen.states, seen.rows)
+    shared = [each for each in accumulators if isinstance(each, SharedAccumulator)]
+    if len(shared) < len(accumulators):
+        if distributed.size() > 1:
+            raise CalibrationError(
+                "an accumulator without `parts`, `key` and `begin` reads a sweep of several "
+                "processes. Add them, or run one process."
+            )
+        for seen in stream(model, progress_bar(batches, description, progress), wanted):
+            for accumulator in accumulators:
+                accumulator.update(seen.states, seen.rows)
+        return
+    parts = Parts()
+    for number, accumulator in enumerate(shared):
+        parts.add(f"{number}", accumulator.parts)
+
+    def passes(batches: Iterable[Batch], part: SweepPart) -> Iterator[None]:
+        for seen in stream(model, batches, wanted, part=part):
+            for accumulator in accumulators:
+                accumulator.update(seen.states, seen.rows)
+            yield
+
+    def begin(token: int) -> None:
+        for accumulator in shared:
+            accumulator.begin(token)
+
+    run_sweep(
+        batches,
+        parts,
+        passes,
+        bar=lambda items: progress_bar(items, description, progress),
+        begin=begin,
+        key=lambda: {
+            "sweep": description,
+            "accumulators": [accumulator.key for accumulator in shared],
+            **model_key(model),
+        },
+    )
 
 
 def _not_one_stream(model: PreTrainedModel, index: int, state: Tensor, repeated: bool) -> str:
