@@ -159,7 +159,7 @@ class SuffixScorer:
     def batches(self, values: Tensor | None = None) -> list[Tensor]:
         """Return this process' batches of the windows, or of other (n, T) values."""
         values = self.ids if values is None else values
-        return batches_of(values[self.own], self.batch_size) if len(values[self.own]) else []
+        return batches_of(values[self.own], self.batch_size)
 
     @contextmanager
     def _keeping(self, model: PreTrainedModel, states: Iterable[int]) -> Iterator[None]:

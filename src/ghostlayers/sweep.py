@@ -117,7 +117,7 @@ def split_batch(batch: Batch) -> tuple[Tensor, Tensor | None]:
 
 def batches_of(windows: Tensor, batch_size: int) -> list[Tensor]:
     """Cut (n, T) windows into batches of at most `batch_size` windows."""
-    return list(windows.split(batch_size))
+    return list(windows.split(batch_size)) if len(windows) else []
 
 
 def token_rows(ids: Tensor, mask: Tensor | None, first_window: int) -> tuple[TokenRows, Tensor]:
