@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import shared_work
-from ghostlayers import distributed
 from shared_work import CASES, launch, outcome
 
 SCRIPT = shared_work.__file__

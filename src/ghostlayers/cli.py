@@ -16,7 +16,7 @@ from .config import PruneConfig
 from .errors import GhostlayersError
 from .finetune_config import FinetuneConfig
 from .requirements import needing_transformers
-from .resume import SAVE_EVERY
+from .run_flags import add_run_flags
 
 VERBS = {
     "analyze": "measure a model and say what each selector would remove; changes nothing",
@@ -141,42 +141,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_eval(added["eval"], model_help)
 
     for verb in SHARED_VERBS:
-        _add_run_flags(added[verb], saves=verb != "eval")
+        add_run_flags(added[verb], saves=verb != "eval")
     added["info"].add_argument("path", metavar="PATH", help="a checkpoint written by prune")
     return parser
-
-
-def _add_run_flags(parser: argparse.ArgumentParser, *, saves: bool) -> None:
-    parser.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=distributed.DEFAULT_TIMEOUT,
-        metavar="SECONDS",
-        help="with several processes (torchrun, accelerate launch): how long one may not answer "
-        f"before the run ends (default: {distributed.DEFAULT_TIMEOUT:g})",
-    )
-    if not saves:
-        return
-    parser.add_argument(
-        "--resume-dir",
-        metavar="DIR",
-        help="work folder of sums from which an interrupted run goes on; it goes when the result "
-        "is written (default: a hidden folder beside the result)",
-    )
-    parser.add_argument(
-        "--save-every",
-        type=_seconds,
-        default=SAVE_EVERY,
-        metavar="SECONDS",
-        help=f"how often these sums are saved (default: {SAVE_EVERY:g})",
-    )
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0.0 <= value <= 1e9:
-        raise ValueError
-    return value
 
 
 def _add_eval(parser: argparse.ArgumentParser, model_help: str) -> None:

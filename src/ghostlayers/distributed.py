@@ -44,7 +44,7 @@ _open: list[_Session] = []
 
 
 def launched_processes() -> int:
-    """Return how many processes the launcher started, by `WORLD_SIZE`; 1 without a launcher."""
+    """Return how many processes the launcher started; 1 without one."""
     text = os.environ.get("WORLD_SIZE", "")
     return max(1, int(text)) if text.isdigit() else 1
 
@@ -207,7 +207,8 @@ def section() -> Iterator[None]:
         yield
     except Exception as error:  # raised again below, when the others know
         failure = error
-    outcomes = _gather(failure and (type(failure).__name__, str(failure)))
+    told = None if failure is None else (type(failure).__name__, str(failure))
+    outcomes = gather_each(told)
     if failure is not None:
         raise failure
     for number, outcome in enumerate(outcomes):
@@ -222,8 +223,10 @@ def section() -> Iterator[None]:
         )
 
 
-def _gather(value: Any) -> list[Any]:
+def gather_each(value: ItemT) -> list[ItemT]:
     """Return every process' value, in the order of their numbers; it is pickled."""
+    if size() == 1:
+        return [value]
     import torch.distributed as dist
 
     found: list[Any] = [None] * size()
@@ -249,14 +252,7 @@ def own_windows(num_windows: int, batch_size: int) -> slice:
 
 def gather(own: Sequence[ItemT]) -> list[ItemT]:
     """Put what each process made of its `share` together, on all of them, in the first order."""
-    if size() == 1:
-        return list(own)
-    return [item for part in _gather(list(own)) for item in part]
-
-
-def gather_each(own: ItemT) -> list[ItemT]:
-    """Return one value of every process."""
-    return [own] if size() == 1 else _gather(own)
+    return [item for part in gather_each(list(own)) for item in part]
 
 
 def everyone(flag: bool) -> bool:

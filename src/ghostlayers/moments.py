@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -253,10 +254,8 @@ class MomentAccumulator:
     @property
     def moments(self) -> dict[Boundary, SplitMoments[Any]]:
         """Moments so far, by boundary."""
-        return {
-            boundary: SplitMoments(boundary, fit.total, held_out.total)
-            for boundary, (fit, held_out) in self.running.items()
-        }
+        parts = self.running.items()
+        return {b: SplitMoments(b, fit.total, held_out.total) for b, (fit, held_out) in parts}
 
     def begin(self, token: int) -> None:
         """Start at a token; see `sweep.Accumulator`."""
@@ -264,12 +263,9 @@ class MomentAccumulator:
 
     def _start(self, boundary: Boundary, x: Tensor) -> None:
         device = self.device or ("cpu" if x.device.type == "mps" else x.device)
-        size = x.shape[1]
-        fit, held_out = (
-            self.parts.add(f"{boundary} {name}", Running(lambda: self.zeros(size, device)))
-            for name in ("fit", "held out")
-        )
-        self.running[boundary] = fit, held_out
+        zeros = partial(self.zeros, x.shape[1], device)
+        fit = self.parts.add(f"{boundary} fit", Running(zeros))
+        self.running[boundary] = fit, self.parts.add(f"{boundary} held out", Running(zeros))
 
     def update(self, states: Mapping[int, Tensor], rows: TokenRows) -> None:
         """Add one batch; see `sweep.Accumulator`."""
@@ -295,11 +291,8 @@ class MomentAccumulator:
             CalibrationError: If no token was counted.
         """
         found = self.moments
-        if any(
-            boundary not in found
-            or found[boundary].fit.num_tokens + found[boundary].held_out.num_tokens == 0
-            for boundary in self.boundaries
-        ):
+        counts = [part.fit.num_tokens + part.held_out.num_tokens for part in found.values()]
+        if len(found) < len(self.boundaries) or not all(counts):
             raise CalibrationError(
                 "no calibration tokens: every position was masked out or no batch was given. "
                 "Give at least one window of text."

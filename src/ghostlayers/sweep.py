@@ -9,13 +9,16 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from . import distributed
+from .accumulators import Accumulator as Accumulator
+from .accumulators import SharedAccumulator
+from .accumulators import TokenRows as TokenRows
 from .decoder import base_model, check_ids, decoder_layers, input_device, text_config
 from .errors import CalibrationError, UnsupportedModelError
 from .exact_sums import Parts
@@ -25,44 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Batch = Tensor | Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class TokenRows:
-    """Where the counted tokens of a batch stand.
-
-    Attributes:
-        window: (N,) int64, number of the calibration window, counted over the whole sweep.
-        position: (N,) int64, position in its window; the first counted token has position 0.
-    """
-
-    window: Tensor
-    position: Tensor
-
-
-class Accumulator(Protocol):
-    """Something that reads hidden states batch by batch."""
-
-    @property
-    def states(self) -> Sequence[int]:
-        """Indices of the hidden states it reads."""
-
-    def update(self, states: Mapping[int, Tensor], rows: TokenRows) -> None:
-        """Add one batch: `states[l]` is (N, C), the counted tokens of hidden state l."""
-
-
-@runtime_checkable
-class SharedAccumulator(Accumulator, Protocol):
-    """One whose sums several processes put together, and that goes on after an interruption."""
-
-    parts: Parts
-
-    @property
-    def key(self) -> Mapping[str, Any]:
-        """JSON values that say what it adds up."""
-
-    def begin(self, token: int) -> None:
-        """Start, or go on, at a counted token: the number of those before it in the sweep."""
 
 
 def hidden_state(output: Any) -> Tensor:
