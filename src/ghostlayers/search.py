@@ -185,7 +185,7 @@ class _Judge:
         """Fit the operators of new boundaries, without the held-out windows."""
         missing = sorted(boundaries - set(self.fits))
         size = text_config(self.model.config).hidden_size
-        count = max(1, MAX_MOMENTS_BYTES // (4 * 8 * size**2))
+        count = max(1, MAX_MOMENTS_BYTES // (8 * 8 * size**2))
         batches = batches_of(self.ids, self.config.batch_size)
         for first in range(0, len(missing), count):
             group = missing[first : first + count]
