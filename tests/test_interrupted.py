@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ghostlayers import shared_sweep
+from ghostlayers.channel_moments import ChannelMoments
 from ghostlayers.checkpoint import remove_left_over
 from ghostlayers.exact_sums import Running
 from ghostlayers.moments import BoundaryMoments
@@ -131,6 +133,37 @@ def test_an_error_that_all_share_is_printed_once(work, tmp_path):
     assert [status for status, _, _ in found] == [2, 2]
     lines = [err for _, _, err in found if "ghostlayers: error" in err]
     assert len(lines) == 1 and lines[0] == found[0][2] and "99" in lines[0]
+
+
+@dataclass
+class Shared:
+    """Moments of which two parts share one."""
+
+    second: BoundaryMoments
+    channels: dict[str, ChannelMoments]
+
+    @classmethod
+    def zeros(cls) -> Shared:
+        second = BoundaryMoments.zeros(6)
+        return cls(second, {"diag": replace(ChannelMoments.zeros(6), second=second)})
+
+    def add(self, x, y) -> None:
+        self.channels["diag"].add(x, y)
+
+
+def test_a_shared_part_is_summed_once_and_comes_back_as_it_was():
+    x = torch.randn(2, 20, 6, generator=torch.Generator().manual_seed(0)).double()
+    running, other = Running(Shared.zeros), Running(Shared.zeros)
+    for part in x:
+        running.add(part, 2.0 * part)
+    assert torch.allclose(running.total.second.gram, x[0].T @ x[0] + x[1].T @ x[1], rtol=1e-14)
+    assert running.total.second.num_tokens == 40
+    sums = running.total.channels["diag"].input_sums
+    assert torch.allclose(sums, x.abs().sum(dim=(0, 1)), rtol=1e-14)
+    saved = running.tensors()
+    other.load({name: tensor.clone() for name, tensor in saved.items()})
+    assert set(saved) == set(other.tensors())
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in other.tensors().items())
 
 
 def test_sums_do_not_depend_on_the_order():

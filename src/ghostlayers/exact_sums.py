@@ -127,7 +127,8 @@ class Running(Generic[MomentsT]):
     """A running sum of moments: any dataclass of tensors and numbers that add up.
 
     Float fields and float64 tensors are summed exactly, integers are counts, lists are rows of
-    tokens in their order, dataclasses are entered; fields with `SHARED` metadata are left alone.
+    tokens in their order, dataclasses and dicts of them are entered; fields with `SHARED` metadata
+    are left alone.
 
     Args:
         zeros: Makes empty moments.
@@ -235,14 +236,23 @@ class SplitSums(Generic[MomentsT]):
         return fit.total, held_out.total
 
 
-def _fields(moments: Any, head: str = "") -> Iterator[tuple[str, Any, str, Any]]:
-    """Yield path, holder, name and value of every field that adds up."""
+def _fields(
+    moments: Any, head: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, Any, str, Any]]:
+    """Yield path, holder, name and value of every field that adds up, each once."""
+    seen = set() if seen is None else seen
+    if id(moments) in seen:  # two parts share it
+        return
+    seen.add(id(moments))
     for item in fields(moments):
         value = getattr(moments, item.name)
         if item.metadata.get(SHARED):
             continue
         if is_dataclass(value):
-            yield from _fields(value, f"{head}{item.name}.")
+            yield from _fields(value, f"{head}{item.name}.", seen)
+        elif isinstance(value, dict):
+            for key, part in value.items():
+                yield from _fields(part, f"{head}{item.name}.{key}.", seen)
         else:
             yield f"{head}{item.name}", moments, item.name, value
 
