@@ -7,7 +7,7 @@ Legend: N counted tokens, C hidden size. X (N, C) enters the boundary, Y (N, C) 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,18 +58,29 @@ class ChannelMoments:
         x = x.to(self.input_sums.device, torch.float64)
         y = y.to(self.input_sums.device, torch.float64)
         self.second.add(x, y)
+        self.add_sums(x, y)
+
+    def add_sums(self, x: Tensor, y: Tensor) -> None:
+        """Add tokens to the sums alone: where others keep the second moments; float64 states."""
         for state, sums in ((x, self.input_sums), (y, self.target_sums)):
             turned = state if self.rotation is None else state @ self.rotation
             sums += turned.abs().sum(dim=0)
 
     def __add__(self, other: ChannelMoments) -> ChannelMoments:
         """Return the moments of both sets of tokens together."""
+        return self.with_second(self.second + other.second).plus_sums(other)
+
+    def with_second(self, second: BoundaryMoments) -> ChannelMoments:
+        """Return the same sums beside second moments that others keep."""
+        return replace(self, second=second)
+
+    def plus_sums(self, other: ChannelMoments) -> ChannelMoments:
+        """Return the sums of both sets of tokens; the second moments stay."""
         device = self.input_sums.device
-        return ChannelMoments(
-            second=self.second + other.second,
+        return replace(
+            self,
             input_sums=self.input_sums + other.input_sums.to(device),
             target_sums=self.target_sums + other.target_sums.to(device),
-            rotation=self.rotation,
         )
 
     def scale(self) -> Tensor:

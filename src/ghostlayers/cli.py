@@ -1,4 +1,4 @@
-"""The command line: `ghostlayers analyze | prune | finetune | eval | info`."""
+"""The command line: `ghostlayers analyze | prune | finetune | eval | compare | info`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ VERBS = {
     "prune": "remove layers, repair the model, write a checkpoint",
     "finetune": "distil the dense model into a pruned checkpoint and write another one",
     "eval": "perplexity, task accuracy and speed of models, each beside the first one",
+    "compare": "measure a grid of cuts and operators from few passes over the model",
     "info": "say what was removed from a checkpoint and how it was repaired",
 }
 EXAMPLES = """examples:
@@ -33,6 +34,7 @@ EXAMPLES = """examples:
   ghostlayers finetune pruned --teacher org/model -o tuned --calibration c4
   ghostlayers eval org/model pruned --perplexity wikitext2
   ghostlayers eval org/model pruned --tasks paper --speed
+  ghostlayers compare org/model --num-remove 3,5,7 --calibration c4 --perplexity wikitext2 -o grid
   ghostlayers info pruned
 """
 ANALYZE_FIELDS = (
@@ -48,7 +50,8 @@ ANALYZE_FIELDS = (
     "seed",
 )
 # Verbs whose work several processes share.
-SHARED_VERBS = ("analyze", "prune", "eval")
+SHARED_VERBS = ("analyze", "prune", "eval", "compare")
+SAVING_VERBS = ("analyze", "prune")
 NUMBERS = {"int": int, "int | None": int, "float": float, "float | None": float}
 
 
@@ -93,6 +96,8 @@ def _add_config_flags(
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all verbs; imports no torch."""
+    from .compare_command import add_compare_flags
+
     parser = _Parser(
         prog="ghostlayers",
         description="Make a large language model shallower without training, and keep it working.",
@@ -131,6 +136,12 @@ def build_parser() -> argparse.ArgumentParser:
         "are those of the scores",
     )
     _add_config_flags(added["prune"])
+    added["prune"].add_argument(
+        "--like",
+        metavar="RECORD",
+        help="a checkpoint, or its ghostlayers.json: the same settings, and the same layers, "
+        "operators and calibration tokens or nothing is written",
+    )
     added["prune"].add_argument("--force", action="store_true", help="replace OUT if it exists")
     added["prune"].add_argument(
         "--dry-run", action="store_true", help="check and print the settings; load no weights"
@@ -140,8 +151,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_eval(added["eval"], model_help)
 
+    add_compare_flags(added["compare"], model_help)
+
     for verb in SHARED_VERBS:
-        add_run_flags(added[verb], saves=verb != "eval")
+        add_run_flags(added[verb], saves=verb in SAVING_VERBS)
     added["info"].add_argument("path", metavar="PATH", help="a checkpoint written by prune")
     return parser
 
@@ -215,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not sys.stderr.isatty() or distributed.launched_rank():
         os.environ.setdefault("TQDM_DISABLE", "1")
     args = build_parser().parse_args(argv)
+    args.command_line = list(sys.argv[1:] if argv is None else argv)
     warnings.simplefilter("default" if args.debug else "ignore")
     try:
         with needing_transformers():
@@ -229,6 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from . import commands
+    from .compare_command import run_compare
     from .eval_command import run_eval
     from .finetune_command import run_finetune
 
@@ -253,6 +268,7 @@ def _run(args: argparse.Namespace) -> int:
             "prune": commands.run_prune,
             "finetune": run_finetune,
             "eval": run_eval,
+            "compare": run_compare,
             "info": commands.run_info,
         }[args.verb]
         with redirect_stdout(sys.stderr if args.json == "-" else sys.stdout):

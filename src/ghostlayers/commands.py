@@ -109,7 +109,14 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
 
 def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     """Prune a model and write the checkpoint."""
-    scores, given = None, settings
+    scores, like, given = None, None, settings
+    if args.like is not None:
+        from .like_record import read_like, settings_like
+
+        if args.scores is not None:
+            raise CheckpointError("--like and --scores are given. Allowed: one of them.")
+        like = read_like(args.like)
+        given = settings = settings_like(like, settings)
     if args.scores is not None:
         from .scores_file import load_scores
 
@@ -161,6 +168,10 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         model = load_model(source, dtype=config.dtype, device=config.device)
         with resumable(work, args.save_every):
             result = prune(model, tokenizer, scores=scores, source=source, **given)
+    if like is not None:
+        from .like_record import check_like
+
+        check_like(result.record, like)
     if distributed.everyone(True) and not distributed.is_main():  # nobody checks OUT any more
         return {}
     for line in result.warnings:

@@ -156,7 +156,7 @@ def prune_without_weights(model_config: Any, plan: PruningPlan, config: PruneCon
         model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config)
     remove_layers_(model, plan.removed)
     spent = budget_record(config, plan, structure(model_config), model)
-    record = _record(config, Selection(plan), Recovery(), None, spent)
+    record = result_record(config, Selection(plan), Recovery(), None, spent)
     return PruneResult(model, plan, {}, record)
 
 
@@ -233,7 +233,7 @@ def prune(
         model=pruned,
         plan=chosen.plan,
         fits=recovery.used,
-        record=_record(config, chosen, recovery, windows, spent, scores),
+        record=result_record(config, chosen, recovery, windows, spent, scores),
         tokenizer=tokenizer,
         warnings=(*chosen.warnings, *recovery.warnings),
         changed=recovery.changed | changed,
@@ -251,7 +251,7 @@ def _check_model(model: PreTrainedModel, config: PruneConfig, scores: Scores | N
         scores.check_model(model)
 
 
-def _record(
+def result_record(
     config: PruneConfig,
     chosen: Selection,
     recovery: Recovery,
@@ -259,6 +259,16 @@ def _record(
     budget: dict[str, Any],
     scores: Scores | None = None,
 ) -> dict[str, Any]:
+    """Return the content of `ghostlayers.json`, as JSON values.
+
+    Args:
+        config: Settings.
+        chosen: The layers, and what was measured to choose them.
+        recovery: The repairs.
+        windows: The calibration windows; None if none were read.
+        budget: From `budget_record`.
+        scores: Scores given in, if any.
+    """
     plan, verdict = chosen.plan, recovery.verdict
     return {
         "format_version": FORMAT_VERSION,

@@ -63,31 +63,93 @@ def fit_replaceme_boundary(
     Raises:
         CalibrationError: If the states that the cosine needs do not fit into memory.
     """
-    layer = decoder_layers(runs.dense)[runs.boundary.start - 1]
-    device = moments_device(runs.dense, config)
-    parts, tokens = _collect(runs, site, config, device)
-    fit, held_out = parts
-    total = FeatureMoments.zeros(len(fit.gram), len(fit.gram), device).add_(fit).add_(held_out)
-    if tokens is None:
-        found = fit_lstsq(fit, held_out, total, ridge=config.ridge)
-    else:
-        found = fit_cosine(*tokens)
-    diagnostics = {
-        **_errors(total, held_out, found),
-        **found.diagnostics,
-        "frobenius_norm": float(found.t.norm()),
-    }
-    weights = transformed_map(layer, site, found.t)
-    return (
-        OperatorFit(
-            name=config.recover,
-            tensors={},
-            diagnostics={**diagnostics, "maps": [site.path]},
-            warnings=_warnings(runs, diagnostics),
-            weights=weights,
-            weights_part={} if found.t_part is None else transformed_map(layer, site, found.t_part),
-        ),
-    )
+    collected = TransformMoments(runs, site, config)
+    runs.run(collected.add, [site.path], parts=collected.sums.parts, key=collected.key)
+    return collected.fit()
+
+
+class TransformMoments:
+    """What a transform at one boundary is fitted from, batch by batch.
+
+    Moments of m against Δ, the held-out windows apart; for the cosine the states of some tokens.
+
+    Args:
+        runs: Runs up to the boundary; nothing is run here.
+        site: The MLP's output map in the layer before it.
+        config: `recover`, `ridge`, `seed` and `moments_device` are read.
+
+    Raises:
+        CalibrationError: If the states that the cosine needs do not fit into memory.
+    """
+
+    def __init__(self, runs: BoundaryRuns, site: FoldSite, config: PruneConfig) -> None:
+        self.runs, self.site, self.config = runs, site, config
+        size = int(text_config(runs.dense.config).hidden_size)
+        self.device = moments_device(runs.dense, config)
+        self.sums: SplitSums[FeatureMoments] = SplitSums()
+        self.parts = self.sums.started(lambda: FeatureMoments.zeros(size, size, self.device))
+        self.keeps = config.recover == "replaceme-cosine"
+        self.chosen = torch.zeros(runs.ids.numel(), dtype=torch.bool)
+        if self.keeps:
+            kept = kept_tokens(runs.ids.numel(), size, config.seed)
+            check_memory(BYTES_PER_NUMBER * size * len(kept), self.device, config)
+            self.chosen[kept] = True
+        part = self.sums.parts.add
+        self.states = [[part(f"{i}{k}", Rows()) for k in "mry"] for i in range(2)]
+        self.output = _output_map(runs, site, self.device)
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """JSON values that say what it adds up."""
+        return {"recover": self.config.recover, "seed": self.config.seed if self.keeps else None}
+
+    def add(self, batch: BoundaryBatch) -> None:
+        """Add one batch."""
+        device = self.device
+        m = self.output(batch.inputs[self.site.path].to(device, torch.float64))
+        x, y = (state.to(device, torch.float64) for state in (batch.x, batch.y))
+        wanted = self.chosen[batch.token :][: len(x)].to(device)
+        held_out = batch.held_out.to(device)
+        for moments, states, mask in zip(
+            self.parts, self.states, (~held_out, held_out), strict=True
+        ):
+            if mask.any():
+                moments.add(m[mask], (y - x)[mask], y[mask])
+            if self.keeps:
+                for rows, part in zip(states, (m, x - m, y), strict=True):
+                    rows.append(part[mask & wanted].float())
+
+    def fit(self) -> tuple[OperatorFit, ...]:
+        """Fit the transform and merge it; one fit.
+
+        Raises:
+            CalibrationError: If no token was added.
+        """
+        layer = decoder_layers(self.runs.dense)[self.runs.boundary.start - 1]
+        fit, held_out = self.sums.totals()
+        size = len(fit.gram)
+        total = FeatureMoments.zeros(size, size, self.device).add_(fit).add_(held_out)
+        if self.keeps:
+            kept = [TokenStates(*(rows.joined() for rows in part)) for part in self.states]
+            found = fit_cosine(*kept)
+        else:
+            found = fit_lstsq(fit, held_out, total, ridge=self.config.ridge)
+        diagnostics = {
+            **_errors(total, held_out, found),
+            **found.diagnostics,
+            "frobenius_norm": float(found.t.norm()),
+        }
+        part = found.t_part
+        return (
+            OperatorFit(
+                name=self.config.recover,
+                tensors={},
+                diagnostics={**diagnostics, "maps": [self.site.path]},
+                warnings=_warnings(self.runs, diagnostics),
+                weights=transformed_map(layer, self.site, found.t),
+                weights_part={} if part is None else transformed_map(layer, self.site, part),
+            ),
+        )
 
 
 def kept_tokens(num_tokens: int, size: int, seed: int) -> Tensor:
@@ -95,42 +157,6 @@ def kept_tokens(num_tokens: int, size: int, seed: int) -> Tensor:
     count = min(num_tokens, MAX_TOKENS, max(1, MAX_BYTES // (BYTES_PER_NUMBER * size)))
     draw = torch.Generator().manual_seed(seed)
     return torch.randperm(num_tokens, generator=draw)[:count].sort().values
-
-
-def _collect(
-    runs: BoundaryRuns, site: FoldSite, config: PruneConfig, device: torch.device
-) -> tuple[tuple[FeatureMoments, FeatureMoments], tuple[TokenStates, TokenStates] | None]:
-    """Run once: moments of m against Δ, split; for the cosine the states of some tokens as well."""
-    size = int(text_config(runs.dense.config).hidden_size)
-    sums: SplitSums[FeatureMoments] = SplitSums()
-    parts = sums.started(lambda: FeatureMoments.zeros(size, size, device))
-    keeps = config.recover == "replaceme-cosine"
-    chosen = torch.zeros(runs.ids.numel(), dtype=torch.bool)
-    if keeps:
-        kept = kept_tokens(runs.ids.numel(), size, config.seed)
-        check_memory(BYTES_PER_NUMBER * size * len(kept), device, config)
-        chosen[kept] = True
-    states = [[sums.parts.add(f"{i}{k}", Rows()) for k in "mry"] for i in range(2)]
-    output = _output_map(runs, site, device)
-
-    def add(batch: BoundaryBatch) -> None:
-        m = output(batch.inputs[site.path].to(device, torch.float64))
-        x, y = (state.to(device, torch.float64) for state in (batch.x, batch.y))
-        wanted = chosen[batch.token :][: len(x)].to(device)
-        held_out = batch.held_out.to(device)
-        for moments, kept_states, mask in zip(parts, states, (~held_out, held_out), strict=True):
-            if mask.any():
-                moments.add(m[mask], (y - x)[mask], y[mask])
-            if keeps:
-                for rows, part in zip(kept_states, (m, x - m, y), strict=True):
-                    rows.append(part[mask & wanted].float())
-
-    key = {"recover": config.recover, "seed": config.seed if keeps else None}
-    runs.run(add, [site.path], parts=sums.parts, key=key)
-    if not keeps:
-        return sums.totals(), None
-    fit, held_out = (TokenStates(*(rows.joined() for rows in kept)) for kept in states)
-    return sums.totals(), (fit, held_out)
 
 
 def _output_map(

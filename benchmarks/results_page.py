@@ -1,0 +1,86 @@
+"""Write docs/results.md from the files of comparisons.
+
+    python benchmarks/results_page.py DIR... --out docs/results.md
+
+Every table names its model, data, windows, tokens, commit and command; nothing is typed in by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ghostlayers.compare_results import CompareResults, read_results
+from ghostlayers.compare_tables import tables
+
+HEAD = """# Results
+
+Written by `python benchmarks/results_page.py` from the files of `ghostlayers compare`; do not edit.
+What the columns mean: [methods](methods.md). A ratio is the perplexity of the pruned model over
+that of the dense model on the same windows.
+"""
+
+
+def short(argument: str) -> str:
+    """Return an argument without the folders of this machine."""
+    parts = [Path(part).name if Path(part).is_absolute() else part for part in argument.split(",")]
+    return ",".join(parts)
+
+
+def section(results: CompareResults) -> str:
+    """Write what one comparison says."""
+    run, dense = results.run, results.dense
+    if run is None or dense is None:
+        raise SystemExit("a comparison is not finished: run it again to continue it")
+    model, machine = run.model, run.machine
+    command = " ".join(map(short, run.command or ["(not stored)"]))
+    lines = [
+        f"## {run.title or model['name']}",
+        "",
+        f"- model: {model['name']} ({model['architecture']}, {model['num_layers']} layers, "
+        f"{model['parameters'] / 1e6:.1f} M parameters, {model['dtype']}; weights sha256 "
+        f"{model['fingerprint']['weights_sha256'][:12]})",
+        f"- command: `ghostlayers {command}`",
+        f"- commit: {run.commit or 'not known'}; {run.created}; {_versions(run.versions)}",
+        f"- machine: {machine['gpu'] or machine['cpu']}, {machine['threads']} threads",
+    ]
+    for line in results.calibrations:
+        lines.append(
+            f"- calibration: {line.name}, {line.calibration['windows']} windows of {line.window} "
+            f"tokens ({line.tokens} tokens, ids sha256 {line.hash[:12]}), RLS {line.rls:.4f}"
+        )
+    for name, value in dense.perplexity.items():
+        lines.append(
+            f"- scored: {name}, {value['windows']} windows of {value['window']} tokens "
+            f"({value['tokens']} tokens, ids sha256 {value['ids_sha256'][:12]})"
+        )
+    if run.expected is not None:
+        lines += ["- expected: see the configuration file"]
+    parts = ["\n".join(lines), *(table.markdown() for table in tables(results))]
+    refused = sorted(
+        {f"- {cell.operator}: {cell.refused}" for cell in results.cells if cell.refused}
+    )
+    refused += [f"- {cut.selector}: {cut.refused}" for cut in results.cuts if cut.refused]
+    if refused:
+        parts.append("Refused:\n\n" + "\n".join(refused))
+    return "\n\n".join(parts)
+
+
+def _versions(found: dict[str, Any]) -> str:
+    names = ("ghostlayers", "torch", "transformers")
+    return ", ".join(f"{name} {found[name]}" for name in names if name in found)
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description="docs/results.md from files of comparisons")
+    parser.add_argument("places", nargs="+", metavar="DIR", help="folders of comparisons")
+    parser.add_argument("--out", type=Path, required=True, help="page to write")
+    args = parser.parse_args()
+    text = "\n\n".join([HEAD.strip(), *(section(read_results(each)) for each in args.places)])
+    args.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Write the checkpoint of a cell: what `prune` with the cell's settings would write."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .budgets import budget_record
+from .checkpoint import save_pruned
+from .pipeline import PruneResult, result_record
+from .plan import format_layers
+from .selection import Selection
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+    from .compare import Comparison
+    from .compare_cells import Job
+    from .config import PruneConfig
+    from .recovery import Recovery
+
+CHECKPOINTS_FOLDER = "checkpoints"
+
+
+def save_cell(
+    run: Comparison, job: Job, recovery: Recovery, model: PreTrainedModel, settings: PruneConfig
+) -> Path:
+    """Write a cell's model below the folder of the results; an older one of that name goes.
+
+    Args:
+        run: The comparison.
+        job: The cell.
+        recovery: Its repairs.
+        model: The repaired model.
+        settings: With which `prune` would make it.
+
+    Returns:
+        The folder.
+    """
+    plan, calibration = job.cut.plan, job.cut.calibration
+    chosen = Selection(plan, calibration.measured.similarity)
+    spent = budget_record(settings, plan, run.model, model)
+    record: dict[str, Any] = result_record(settings, chosen, recovery, calibration.windows, spent)
+    result = PruneResult(
+        model=model,
+        plan=plan,
+        fits=recovery.used,
+        record=record,
+        tokenizer=run.tokenizer,
+        warnings=recovery.warnings,
+        changed=recovery.changed,
+    )
+    what = job.operator if job.cut.selector is None else job.cut.selector
+    name = f"{calibration.name}-{calibration.num_windows}-{format_layers(plan.removed)}-{what}"
+    name = f"{name}-{job.fit}".replace("/", "_").replace(":", "_")
+    folder = run.file.path.parent / CHECKPOINTS_FOLDER / name
+    save_pruned(result, folder, source=run.source, dtype=settings.dtype, force=True)
+    return folder
+
+
+__all__ = ["save_cell"]
