@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import distributed
 from .compare_config import SHARED_FIELDS, VOLATILE_FIELDS, CompareConfig, smoke_config
 from .compare_file import CompareRun, read_config, runs_of
 from .config import PruneConfig
@@ -189,12 +190,13 @@ class _Prepared:
         model = load_model(self.source, dtype=shared.dtype, device=shared.device)
         texts = None
         if windows is not None:
-            texts = TextScorer(
-                model,
-                windows,
-                batch_size=config.batch_size,
-                max_bytes=config.memory("states_memory"),
-            )
+            with distributed.alone():  # whole cells are shared, not windows
+                texts = TextScorer(
+                    model,
+                    windows,
+                    batch_size=config.batch_size,
+                    max_bytes=config.memory("states_memory"),
+                )
         if file.results.run is None:
             file.add(_run_line(self.run, config, self.source, model, self.args))
         else:
@@ -206,7 +208,8 @@ class _Prepared:
             model, tokenizer, config, file, evaluator, source=self.source, say=_say
         )
         results = comparison.run()
-        write_tables(results, self.folder)
+        if distributed.is_main():
+            write_tables(results, self.folder)
         print("\n\n".join(table.text() for table in tables(results)))
         print(f"\nwritten to {self.folder}")
         return _summary(results, self.folder)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from . import distributed
 from .compare_lines import (
     KINDS,
     CalibrationLine,
@@ -139,15 +140,24 @@ class ResultsFile:
     def __init__(self, folder: Path) -> None:
         self.path = folder / RESULTS_FILE
         self.results = CompareResults()
-        if self.path.exists():
-            lines = _whole_lines(self.path)
-            self.results = _parse(self.path, lines)
-            whole = sum(len(line) + 1 for line in lines)
-            if whole < self.path.stat().st_size:
-                os.truncate(self.path, whole)
+        self.held = False
+        with distributed.section():
+            if self.path.exists() and distributed.is_main():
+                lines = _whole_lines(self.path)
+                self.results = _parse(self.path, lines)
+                whole = sum(len(line) + 1 for line in lines)
+                if whole < self.path.stat().st_size:
+                    os.truncate(self.path, whole)
+        self.results = distributed.same(self.results)
 
     def add(self, line: Line) -> None:
-        """Store a line: it is on the disk when this returns."""
+        """Store a line: it is on the disk when this returns.
+
+        Of several processes the first one writes; a line that is `held` waits for the others'.
+        """
+        if self.held or not distributed.is_main():
+            self.results.add(line)
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
             file.write((to_json(line) + "\n").encode("utf-8"))
