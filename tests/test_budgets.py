@@ -358,6 +358,17 @@ def test_layers_that_do_nothing_cost_nothing(idle, monkeypatch):
     assert within(model, ids, expected * 0.999).plan == result.plan
 
 
+@pytest.mark.parametrize("recover", ["ghost", "ghost-robust", "replaceme-lstsq", "none"])
+def test_every_probe_cuts_once(idle, recover, monkeypatch):
+    from ghostlayers import ppl_budget
+
+    model, ids = idle
+    cuts, cut = [], ppl_budget.cut
+    monkeypatch.setattr(ppl_budget, "cut", lambda *a: cuts.append(a[1].removed) or cut(*a))
+    probes = within(model, ids, 1e6, recover=recover).record["budget"]["probes"]
+    assert cuts == [tuple(probe["layers"]) for probe in probes] and len(cuts) > 1
+
+
 @pytest.mark.parametrize("recover", ["ghost", "ghost-robust", "fold"])
 def test_ratio_is_of_repairs_that_have_not_seen_the_windows(idle, recover):
     model, ids = idle

@@ -172,6 +172,28 @@ def test_dry_run_writes_nothing_and_opens_no_weights(work, run, tmp_path, flags)
 
 
 @pytest.mark.parametrize(
+    ("recover", "flags", "expected"),
+    [
+        ("none", ["--sparsity", "0.3"], "3"),  # 2.4 of 8 equal layers
+        ("none", ["--target-params", "197k"], "4"),
+        ("ghost", ["--target-params", "186k"], "4 to 5, by which"),  # 4 in one or two cuts
+        ("none", ["--target-bytes", "600KB"], "known once the weight files are opened"),
+        ("none", ["--max-ppl-ratio", "1.2"], "known once repaired models are measured"),
+    ],
+)
+def test_dry_run_says_how_many_layers_go(work, run, tmp_path, recover, flags, expected):
+    command = ("prune", work / "m", "-o", tmp_path / "x", *flags, "--recover", recover)
+    status, out, err = run(*command, "--dry-run", "--json", tmp_path / "d.json")
+    assert (status, err) == (0, "")
+    line = next(line for line in out.splitlines() if line.startswith("layers that go"))
+    assert line.split("layers that go")[1].strip().startswith(expected)
+    found = json.loads((tmp_path / "d.json").read_text())
+    counts = {"3": [3, 3], "4": [4, 4], "4 to 5, by which": [4, 5]}.get(expected)
+    assert found["num_remove_range"] == counts
+    assert found["num_remove"] == (counts[0] if counts and counts[0] == counts[1] else None)
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--select", "shortgtp", "--num-remove", "1"], "'shortgpt'"),

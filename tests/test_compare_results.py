@@ -88,7 +88,8 @@ def test_results_page(folder, tmp_path):
     assert "/somewhere" not in text and "no place" in text and "too few" in text
 
 
-def test_tasks_and_speed_of_cells(work, run, tmp_path, shared):
+def test_tasks_and_speed_of_cells(work, run, tmp_path, shared, monkeypatch):
+    monkeypatch.chdir(shared / "data")  # their paths are relative
     flags = ["--num-remove", 2, "--select", "streamline", "--recover", "none,ghost"]
     flags += ["--calibration", work / "t.txt", "--num-windows", 4, "--window", 24]
     flags += ["--tasks", "local_arc_easy", "--include-path", shared / "data" / "lm_eval_tasks"]

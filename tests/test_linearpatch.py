@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import ghostlayers as gl
-from ghostlayers.channel_moments import ChannelMoments, hadamard_rotation
+from ghostlayers.channel_moments import ChannelMoments, rotation_of
 from ghostlayers.moments import SplitMoments
 from ghostlayers.operators.linearpatch import fit_linearpatch
 from ghostlayers.plan import Boundary
@@ -96,7 +96,7 @@ def test_dead_channels_are_left_alone():
 
 
 def test_rotation_is_orthogonal_and_shared():
-    rotation = hadamard_rotation(96)
+    rotation = rotation_of(96)
     assert (rotation @ rotation.T - torch.eye(96)).abs().max() < 1e-12
     boundaries = [Boundary(2, 3), Boundary(5, 6)]
     found = gl.collect_moments(tiny_model(), [WINDOWS], boundaries, operator="linearpatch-rotate")

@@ -453,11 +453,9 @@ def test_disk_offload(checkpoints, family, tmp_path):
 
 def test_attach_on_a_dispatched_model(tmp_path):
     stock = build("llama")
-    places, path = device_map(stock, 2), tmp_path / "stock"
+    places, path = device_map(stock, 1, 2), tmp_path / "stock"
     stock.save_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, device_map=places, offload_folder=tmp_path)
-    with pytest.raises(ValueError, match="layer 2 must be in memory"):
-        attach(model, [{"layer": 2, "side": "input"}])
     attach(stock)
     attach(model)
     assert "_old_forward" in vars(layers_of(model)[1])
@@ -528,3 +526,21 @@ def test_refuses_other_models(checkpoints):
         mg.GhostGPT2LMHeadModel.from_pretrained(checkpoints["llama"].path)
     with pytest.raises(AttributeError):
         mg.GhostNothing  # noqa: B018
+
+
+def test_config_of_another_execution_of_the_file(checkpoints):
+    """A process that got the config from another one executes the file anew (vLLM's workers)."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("twin_of_modeling_ghostlayers", mg.__file__)
+    twin = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = twin
+    try:
+        spec.loader.exec_module(twin)
+        model = checkpoints["llama"].model
+        built = twin.GhostLlamaForCausalLM(model.config)
+    finally:
+        del sys.modules[spec.name]
+    assert type(built.model.layers[0]).__module__ != mg.__name__
+    built.load_state_dict(model.state_dict())
+    assert torch.equal(logits(built.eval()), logits(model))

@@ -426,3 +426,21 @@ def test_harmful_operator_is_dropped_and_the_checkpoint_is_stock(spoken, tmp_pat
     card = (out / "README.md").read_text()
     assert "No repair was kept" in card and "trust_remote_code" not in card
     assert reload(out).config.architectures == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("factor", [10.0, 1000.0])
+def test_a_sink_that_is_left_out_does_not_move_the_ridge(factor):
+    """CASES 48: the ridge is relative to the ordinary tokens alone."""
+    x, y = noisy(400, 24)
+    x[7], y[7] = 100.0 * x[7], 100.0 * y[7]
+    marked = torch.zeros(400, dtype=torch.bool)
+    marked[7] = True
+    larger = x.clone()
+    larger[7] *= factor
+    fits = [
+        fit_ghost_robust(robust(each, y, marked), ridge=0.1, sinks=RULE) for each in (x, larger)
+    ]
+    assert fits[0].diagnostics["massive_rule"] == "direction"
+    assert torch.equal(fits[0].tensors["m"], fits[1].tensors["m"])
+    scaled = gl.fit_operator(_plain(larger, y), operator="ghost", ridge=0.1).tensors["m"]
+    assert (scaled - gl.fit_operator(_plain(x, y), ridge=0.1).tensors["m"]).norm() > 0.1

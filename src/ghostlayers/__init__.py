@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .moments import BoundaryMoments, SplitMoments
     from .operators import OperatorFit
     from .pipeline import PruneResult, prune
+    from .placement import Placement
     from .plan import Boundary, PruningPlan
     from .scores import Scores
     from .scores_file import load_scores
@@ -67,6 +68,7 @@ _EXPORTS = {
     "ModelContext": "selectors",
     "OperatorFit": "operators",
     "PerplexityResult": "evaluation",
+    "Placement": "placement",
     "PlanError": "errors",
     "PruneConfig": "config",
     "PruneResult": "pipeline",

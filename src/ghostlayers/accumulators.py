@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from .exact_sums import Parts
+from .shared_parts import Parts
 
 
 @dataclass(frozen=True)

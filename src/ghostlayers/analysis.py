@@ -12,6 +12,8 @@ from .decoder import input_device, num_decoder_layers, text_config
 from .errors import CalibrationError, PlanError
 from .model_checks import check_causal, check_reloadable
 from .pipeline import allowed_layers, calibration_windows
+from .rank_errors import checked_cuts
+from .rank_errors import rank_errors as measure_rank_errors
 from .records import versions
 from .recoverability import Recoverability, RecoverabilityAccumulator
 from .scores import Scores
@@ -42,6 +44,7 @@ class Analysis:
         recoverability: Errors of every contiguous cut before and after a linear repair; None if
             there are too few tokens.
         scores: What `prune` needs of it to run no first sweep.
+        rank_errors: Error against rank at the cuts that were asked for, see `rank_errors`.
     """
 
     similarity: Similarity
@@ -50,6 +53,7 @@ class Analysis:
     windows: Windows
     recoverability: Recoverability | None
     scores: Scores
+    rank_errors: tuple[dict[str, Any], ...] = ()
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Write the scores to a safetensors file; see `load_scores` and `Scores.save`."""
@@ -69,12 +73,14 @@ class Analysis:
         """Return JSON values under the documented keys."""
         return {
             "similarity": self.similarity.matrix,
+            "cosine_over": self.scores.settings["cosine_over"],
             "rls": self.similarity.rls,
             "locality": self.locality,
             "num_clusters": self.num_clusters,
             "block_influence": self.similarity.block_influence,
             "selections": self.selections,
             "recoverability": self.recoverability and self.recoverability.to_dict(),
+            "rank_errors": list(self.rank_errors),
             "calibration": self.windows.record(),
             "versions": versions(),
         }
@@ -86,6 +92,7 @@ def analyze(
     config: PruneConfig | None = None,
     *,
     windows: Windows | torch.Tensor | None = None,
+    rank_errors: str | Sequence[str] = (),
     progress: bool = True,
     **settings: Any,
 ) -> Analysis:
@@ -96,6 +103,8 @@ def analyze(
         tokenizer: Its tokenizer; needed unless `windows` are given.
         config: Settings; or give them as keyword arguments. The budget is not used.
         windows: Calibration windows, (n, T) int64 ids.
+        rank_errors: Cuts at which `ghost` is fitted at every rank, as layer lists (`12-18,21` are
+            two cuts); one more sweep for all of them.
         progress: Show progress bars when standard error is a terminal.
         **settings: Fields of `PruneConfig`.
 
@@ -105,30 +114,26 @@ def analyze(
     Raises:
         UnsupportedModelError: If the model is no decoder-only LM.
         CalibrationError: If there is no text, or a hidden state is not finite.
+        PlanError: If `rank_errors` names layers that the model does not have.
     """
     import torch
 
     config = config or PruneConfig(**{"num_remove": 1, **settings})
     check_reloadable(model)
     check_causal(model)
+    cuts = checked_cuts(rank_errors, model.config)
     if windows is None:
         if tokenizer is None:
             raise CalibrationError("`tokenizer` is None. Give the model's tokenizer or `windows`.")
         windows = calibration_windows(model, tokenizer, config, progress=progress)
     if isinstance(windows, torch.Tensor):
         windows = Windows(windows, "windows given in", bos_per_window=False)
-    batches = batches_of(windows.ids, config.batch_size)
     allowed = allowed_layers(config, model.config)
-    probe = RecoverabilityAccumulator(
-        num_decoder_layers(model.config),
-        text_config(model.config).hidden_size,
-        num_windows=windows.ids.shape[0],
-        window=windows.ids.shape[1],
-        seed=config.seed,
+    measured, found = _sweep(model, windows.ids, config, allowed, progress)
+    similarity = measured.similarity
+    by_rank = measure_rank_errors(
+        model, windows.ids, cuts, batch_size=config.batch_size, progress=progress
     )
-    similarity = measure_similarity(model, batches, also=[probe], progress=progress)
-    measured = Measured(similarity, probe.norms.massive())
-    found = probe.result(allowed, device=input_device(model), progress=progress)
     return Analysis(
         similarity=similarity,
         num_clusters=config.num_clusters or num_clusters_for(similarity.rls),
@@ -136,7 +141,31 @@ def analyze(
         windows=windows,
         recoverability=found,
         scores=Scores.of(model, config, windows, measured, found),
+        rank_errors=tuple(by_rank),
     )
+
+
+def _sweep(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    config: PruneConfig,
+    allowed: Sequence[int],
+    progress: bool,
+) -> tuple[Measured, Recoverability | None]:
+    """Run the first sweep; it keeps states of some tokens to see what a linear map repairs."""
+    probe = RecoverabilityAccumulator(
+        num_decoder_layers(model.config),
+        text_config(model.config).hidden_size,
+        num_windows=ids.shape[0],
+        window=ids.shape[1],
+        seed=config.seed,
+    )
+    batches = batches_of(ids, config.batch_size)
+    similarity = measure_similarity(
+        model, batches, also=[probe], over=config.cosine_over, progress=progress
+    )
+    found = probe.result(allowed, device=input_device(model), progress=progress)
+    return Measured(similarity, probe.norms.massive()), found
 
 
 def _selections(

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from .changed_weights import change_weights_, layers_prefix
 from .decoder import decoder_layers, share_tensors
-from .exact_sums import Parts
 from .moments import held_out_mask
 from .operators import OperatorFit
 from .plan import Boundary, PruningPlan
 from .repairs import apply_repairs_
+from .shared_parts import Parts
 from .shared_sweep import SweepPart, model_key, run_sweep
 from .steps import fit_sink_rules, prefix_model
 from .sweep import Batch, Captured, TokenRows, batches_of, progress_bar, stream
@@ -136,12 +136,12 @@ class BoundaryRuns:
         if self.student is not None or weights:
             student = self.changed(weights or {})
 
-        def passes(batches: Iterable[Batch], part: SweepPart) -> Iterator[None]:
+        def passes(batches: Iterable[Batch], part: SweepPart) -> Iterator[int]:
             token = part.first_token
-            for batch in self._passes(teacher, student, paths, batches, part):
+            for done, batch in self._passes(teacher, student, paths, batches, part):
                 consume(replace(batch, token=token))
                 token += len(batch.rows.window)
-                yield
+                yield done
 
         models = [teacher] if student is None else [teacher, student.model]
         run_sweep(
@@ -165,13 +165,13 @@ class BoundaryRuns:
         paths: Sequence[str],
         batches: Iterable[Batch],
         part: SweepPart,
-    ) -> Iterator[BoundaryBatch]:
-        """Run the teacher, and the student if there is one, batch by batch."""
+    ) -> Iterator[tuple[int, BoundaryBatch]]:
+        """Run the teacher, and the student if there is one; yields how many batches are done."""
         start, stop = self.boundary.start, self.boundary.stop
         if student is None:
             modules = _maps(teacher, start - 1, paths)
             for seen in stream(teacher, batches, (start, stop), modules, part=part):
-                yield self._batch(seen, start, seen, stop)
+                yield seen.batches, self._batch(seen, start, seen, stop)
             return
         modules = _maps(student.model, student.layer, paths)
         state = student.layer + 1
@@ -181,7 +181,7 @@ class BoundaryRuns:
             strict=True,
         )
         for target, seen in pairs:
-            yield self._batch(seen, state, target, stop)
+            yield seen.batches, self._batch(seen, state, target, stop)
             for each in (target, seen):  # the teacher's next pass comes before the student's
                 each.states.clear()
                 each.inputs.clear()

@@ -10,6 +10,7 @@ from torch import nn
 
 from .decoder import base_model, decoder_path
 from .errors import UnsupportedModelError
+from .offload import pin_
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,16 +43,19 @@ def change_weights_(model: PreTrainedModel, values: Mapping[str, Tensor]) -> fro
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
+    tied = {name: group for group in names.values() for name in group}
     for name, value in values.items():
+        module, _, attribute = name.rpartition(".")
         old = model.get_parameter(name)
-        if len(names[id(old)]) > 1:
+        if len(tied[name]) > 1:
             raise UnsupportedModelError(
-                f"{name!r} cannot be changed alone: it is tied ({', '.join(names[id(old)])})."
+                f"{name!r} cannot be changed alone: it is tied ({', '.join(tied[name])})."
             )
         if value.shape != old.shape:
             raise ValueError(f"{name!r} is {tuple(old.shape)}, got {tuple(value.shape)}")
+        pin_(model.get_submodule(module))
+        old = model.get_parameter(name)
         with torch.no_grad():
             new = nn.Parameter(value.to(old.device, old.dtype).contiguous(), old.requires_grad)
-        module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, new)
     return frozenset(values)

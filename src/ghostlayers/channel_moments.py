@@ -1,7 +1,7 @@
 """Mean absolute values per channel at a boundary, as they are or after a rotation.
 
 Legend: N counted tokens, C hidden size. X (N, C) enters the boundary, Y (N, C) should leave it; H
-(C, C) is the identity or a normalised Hadamard matrix.
+(C, C) is the identity or the matrix of `rotation`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .exact_sums import SHARED
-from .hadamard import hadamard_matrix
 from .moments import BoundaryMoments
+from .rotation import rotation_matrix
 
 
 @dataclass
@@ -93,24 +93,19 @@ class ChannelMoments:
         return int((self.input_sums == 0).sum())
 
 
-def hadamard_rotation(size: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the normalised Hadamard matrix, (C, C) float64: H Hᵀ = I.
-
-    Raises:
-        GhostlayersError: If there is none of that order.
-    """
-    matrix = torch.from_numpy(hadamard_matrix(size)).to(device, torch.float64)
-    return matrix.div_(size**0.5)
+def rotation_of(size: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return `rotation.rotation_matrix`, (C, C) float64: H Hᵀ = I."""
+    return torch.from_numpy(rotation_matrix(size)).to(device)
 
 
 def rotated_moments() -> Callable[..., ChannelMoments]:
-    """Return what makes empty moments after a Hadamard rotation; all of one device share H."""
+    """Return what makes empty moments after a rotation; all of one device share H."""
     rotations: dict[Any, Tensor] = {}
 
     def zeros(size: int, device: torch.device | str = "cpu") -> ChannelMoments:
         key = size, str(device)
         if key not in rotations:
-            rotations[key] = hadamard_rotation(size, device)
+            rotations[key] = rotation_of(size, device)
         return ChannelMoments.zeros(size, device, rotations[key])
 
     return zeros

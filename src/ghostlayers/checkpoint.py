@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import modeling_ghostlayers
+from .decoder import decoder_layers
 from .errors import CheckpointError
 from .loading import ModelSource, load_model, load_tokenizer, locate
 from .model_card import model_card
+from .offload import is_offloaded, largest_bytes
+from .older_transformers import write_older_keys
 from .records import RECORD_FILE, read_record, write_json
 from .tensor_copy import TensorCopy, plan_copy, write_shards
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .pipeline import PruneResult
+    from .placement import Placement
 
 MAX_SHARD_BYTES = 2 * 10**9
 # The name of config.json until all else is written.
@@ -192,11 +196,12 @@ def save_pruned(
         if tensors is None:
             _save_from_memory(result.model, folder, max_shard_bytes)
         else:
-            _save_from_files(result.model, tensors, folder, max_shard_bytes)
+            _save_from_files(result.model, tensors, folder, _shard_bytes(result, max_shard_bytes))
             copy_generation_config(source, folder)
         hide_config(folder)
         if result.tokenizer is not None:
             result.tokenizer.save_pretrained(folder)
+        write_older_keys(folder, result.model.config, name=HIDDEN_CONFIG)
         origin = source and {
             "model": source.name,
             "gguf": source.gguf,
@@ -212,13 +217,20 @@ def save_pruned(
     return path
 
 
-def load_pruned(path: str | Path, *, dtype: str = "auto", device: str = "auto") -> PrunedCheckpoint:
+def load_pruned(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    placement: Placement | None = None,
+) -> PrunedCheckpoint:
     """Load a checkpoint that `save_pruned` wrote; every tensor must be in its place.
 
     Args:
         path: The folder.
         dtype: `auto` keeps the stored dtype.
         device: `auto` takes CUDA if there is one.
+        placement: See `load_model`.
 
     Returns:
         The model, its tokenizer and its record.
@@ -230,7 +242,7 @@ def load_pruned(path: str | Path, *, dtype: str = "auto", device: str = "auto") 
     folder = Path(path).expanduser()
     source = locate(str(folder))
     record = read_record(folder)
-    model = load_model(source, dtype=dtype, device=device)
+    model = load_model(source, dtype=dtype, device=device, placement=placement)
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     return PrunedCheckpoint(model, load_tokenizer(source) if has_tokenizer else None, record)
 
@@ -250,6 +262,13 @@ def copy_generation_config(source: ModelSource | None, folder: Path) -> None:
     name = "generation_config.json"
     if source is not None and (source.folder / name).is_file():
         shutil.copyfile(source.folder / name, folder / name)
+
+
+def _shard_bytes(result: PruneResult, limit: int) -> int:
+    """Bound a shard, which is in memory as a whole, by the largest layer of an offloaded model."""
+    if not is_offloaded(result.model):
+        return limit
+    return min(limit, largest_bytes(decoder_layers(result.model)))
 
 
 def _save_from_memory(model: PreTrainedModel, folder: Path, max_shard_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `ghostlayers analyze | prune | finetune | eval | compare | info`."""
+"""The command line: analyze, prune, finetune, eval, compare, report, export, info."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from . import __version__, distributed
 from .config import PruneConfig
 from .errors import GhostlayersError
 from .finetune_config import FinetuneConfig
+from .placement import FLAGS
 from .requirements import needing_transformers
 from .run_flags import add_run_flags
 
@@ -24,6 +25,8 @@ VERBS = {
     "finetune": "distil the dense model into a pruned checkpoint and write another one",
     "eval": "perplexity, task accuracy and speed of models, each beside the first one",
     "compare": "measure a grid of cuts and operators from few passes over the model",
+    "report": "draw comparisons, checkpoints and measurements on one HTML page",
+    "export": "write a checkpoint as a GGUF file for llama.cpp and what is built on it",
     "info": "say what was removed from a checkpoint and how it was repaired",
 }
 EXAMPLES = """examples:
@@ -35,10 +38,13 @@ EXAMPLES = """examples:
   ghostlayers eval org/model pruned --perplexity wikitext2
   ghostlayers eval org/model pruned --tasks paper --speed
   ghostlayers compare org/model --num-remove 3,5,7 --calibration c4 --perplexity wikitext2 -o grid
+  ghostlayers report grid -o report.html
+  ghostlayers export pruned --format gguf -o pruned.gguf --verify
   ghostlayers info pruned
 """
 ANALYZE_FIELDS = (
     "num_clusters",
+    "cosine_over",
     "protect_first",
     "protect_last",
     "calibration",
@@ -97,6 +103,8 @@ def _add_config_flags(
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all verbs; imports no torch."""
     from .compare_command import add_compare_flags
+    from .export_command import add_export
+    from .report_command import add_report_flags
 
     parser = _Parser(
         prog="ghostlayers",
@@ -125,7 +133,16 @@ def build_parser() -> argparse.ArgumentParser:
     added["analyze"].add_argument(
         "--force", action="store_true", help="replace the file of --save if it exists"
     )
+    added["analyze"].add_argument(
+        "--rank-errors",
+        metavar="LAYERS",
+        action="append",
+        default=[],
+        help="also fit ghost at these cuts (12-18,21 are two; may be repeated) and show its error "
+        "by rank: what prune --rank would cost",
+    )
     _add_config_flags(added["analyze"], ANALYZE_FIELDS)
+    _add_placement(added["analyze"])
 
     added["prune"].add_argument("model", metavar="MODEL", help=model_help)
     added["prune"].add_argument("-o", "--out", required=True, metavar="OUT", help="folder to write")
@@ -142,6 +159,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="a checkpoint, or its ghostlayers.json: the same settings, and the same layers, "
         "operators and calibration tokens or nothing is written",
     )
+    _add_placement(added["prune"])
+    added["prune"].add_argument(
+        "--push-to-hub",
+        metavar="REPO",
+        help="upload OUT to owner/name on the Hub once it is written (default: no upload)",
+    )
     added["prune"].add_argument("--force", action="store_true", help="replace OUT if it exists")
     added["prune"].add_argument(
         "--dry-run", action="store_true", help="check and print the settings; load no weights"
@@ -152,11 +175,19 @@ def build_parser() -> argparse.ArgumentParser:
     _add_eval(added["eval"], model_help)
 
     add_compare_flags(added["compare"], model_help)
+    add_report_flags(added["report"])
+    add_export(added["export"])
 
     for verb in SHARED_VERBS:
         add_run_flags(added[verb], saves=verb in SAVING_VERBS)
     added["info"].add_argument("path", metavar="PATH", help="a checkpoint written by prune")
     return parser
+
+
+def _add_placement(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("models larger than memory")
+    for name, text in FLAGS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=text)
 
 
 def _add_eval(parser: argparse.ArgumentParser, model_help: str) -> None:
@@ -166,13 +197,19 @@ def _add_eval(parser: argparse.ArgumentParser, model_help: str) -> None:
         "paths",
         nargs="+",
         metavar="PATH",
-        help=f"{model_help}; the first is the baseline of the others",
+        help=f"{model_help}; the first is the baseline of the others (before an output of prune "
+        "the dense model that it names is put)",
+    )
+    parser.add_argument(
+        "--no-dense",
+        action="store_true",
+        help="measure the PATHs alone, also where the first is an output of prune",
     )
     parser.add_argument(
         "--perplexity",
         metavar="SRC",
-        help="text to score; sources as for --calibration of prune (default: wikitext2, unless "
-        "--tasks or --speed is given)",
+        help="texts to score, split by commas; sources as for --calibration of prune (default: "
+        "wikitext2, unless --tasks or --speed is given)",
     )
     parser.add_argument("--window", type=int, help="tokens per window (default: 2048, or ...)")
     parser.add_argument("--num-windows", type=int, help="windows scored (default: all)")
@@ -194,6 +231,7 @@ def _add_eval(parser: argparse.ArgumentParser, model_help: str) -> None:
         flag = f"--speed-{name.replace('_', '-')}"
         parser.add_argument(flag, type=kind, default=default, help=f"{text} (default: {default})")
     _add_config_flags(parser, ("batch_size", "dtype", "device"))
+    _add_placement(parser)
 
 
 def _add_finetune(parser: argparse.ArgumentParser, model_help: str) -> None:
@@ -245,7 +283,9 @@ def _run(args: argparse.Namespace) -> int:
     from . import commands
     from .compare_command import run_compare
     from .eval_command import run_eval
+    from .export_command import run_export
     from .finetune_command import run_finetune
+    from .report_command import run_report
 
     settings: dict[str, Any] = {
         item.name: getattr(args, item.name)
@@ -269,6 +309,8 @@ def _run(args: argparse.Namespace) -> int:
             "finetune": run_finetune,
             "eval": run_eval,
             "compare": run_compare,
+            "export": run_export,
+            "report": run_report,
             "info": commands.run_info,
         }[args.verb]
         with redirect_stdout(sys.stderr if args.json == "-" else sys.stdout):

@@ -10,17 +10,21 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import distributed
 from .config import PruneConfig
 from .errors import CheckpointError
 from .finetune_command import finetune_rows
+from .placement import FLAGS, Placement
 from .plan import format_layers
 from .records import has_operators, plain, read_record, write_json
 from .resume import remove_work_folder, resumable, work_folder
 from .tables import bar, boundary_table, heat_map, rank_table, render_table, search_table
 from .text_sources import check_source
+
+if TYPE_CHECKING:
+    from .scores import Scores
 
 
 def write_result(target: str | None, value: dict[str, Any]) -> None:
@@ -54,9 +58,15 @@ def _check_calibration(config: PruneConfig) -> None:
         check_source(config.calibration)
 
 
+def placement_of_run(args: argparse.Namespace, device: str) -> Placement:
+    """Read the flags that say where weights and states go."""
+    return Placement.parse(**{name: getattr(args, name) for name in FLAGS}, device=device)
+
+
 def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     """Measure a model and print what each selector would remove."""
     config = PruneConfig(num_remove=1, **settings)
+    placement = placement_of_run(args, config.device)
     _check_calibration(config)
     _check_json_target(args.json)
     _quiet_transformers()
@@ -64,6 +74,7 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     from .calibration import resolve_window
     from .decoder import num_decoder_layers
     from .loading import load_config, load_model, load_tokenizer, locate
+    from .rank_errors import checked_cuts
     from .scores_file import check_scores_target
 
     if args.save is not None:
@@ -72,11 +83,12 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     model_config = load_config(source)
     num_decoder_layers(model_config)
     resolve_window(config.window, model_config)
+    checked_cuts(args.rank_errors, model_config)
     tokenizer = load_tokenizer(source)
     work = work_folder(args.resume_dir, args.save, "analyze")
-    model = load_model(source, dtype=config.dtype, device=config.device)
+    model = load_model(source, dtype=config.dtype, device=config.device, placement=placement)
     with resumable(work, args.save_every):
-        analysis = analyze(model, tokenizer, config)
+        analysis = analyze(model, tokenizer, config, rank_errors=args.rank_errors)
     if distributed.everyone(True) and not distributed.is_main():  # nobody checks targets any more
         return {}
     if args.save is not None:
@@ -102,33 +114,45 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     print("\n" + render_table(["remove", *names], rows))
     if analysis.recoverability is not None:
         print("\n" + heat_map(analysis.recoverability.error_after.tolist()))
+    if by_rank := rank_table(analysis.rank_errors):
+        print("\nghost: error of the state behind each cut by rank of the map:\n" + by_rank)
     if args.save is not None:
         print(f"\nscores written to {args.save}")
     return {"model": args.model, **analysis.to_dict()}
 
 
-def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
-    """Prune a model and write the checkpoint."""
-    scores, like, given = None, None, settings
+def _start(
+    args: argparse.Namespace, given: dict[str, Any]
+) -> tuple[Scores | None, dict[str, Any] | None, dict[str, Any], dict[str, Any]]:
+    """Read what a run starts from: the scores, the record, settings as given and completed."""
     if args.like is not None:
         from .like_record import read_like, settings_like
 
         if args.scores is not None:
             raise CheckpointError("--like and --scores are given. Allowed: one of them.")
         like = read_like(args.like)
-        given = settings = settings_like(like, settings)
-    if args.scores is not None:
-        from .scores_file import load_scores
+        settings = settings_like(like, given)
+        return None, like, settings, settings
+    if args.scores is None:
+        return None, None, given, given
+    from .scores_file import load_scores
 
-        scores = load_scores(args.scores)
-        settings = scores.settings_with(given)
+    scores = load_scores(args.scores)
+    return scores, None, given, scores.settings_with(given)
+
+
+def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    """Prune a model and write the checkpoint."""
+    scores, like, given, settings = _start(args, settings)
     config = PruneConfig(**settings)
+    placement = placement_of_run(args, config.device)
     if scores is None or "calibration" in given:
         _check_calibration(config)
     _check_json_target(args.json)
     from .checkpoint import check_output, save_pruned
 
     out = check_output(args.out, force=args.force)
+    _check_push(args.push_to_hub)
     _quiet_transformers()
     from .budgets import check_reachable
     from .calibration import resolve_window
@@ -153,7 +177,8 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     window = resolve_window(config.window, model_config)
     if args.dry_run:
         num_remove = config.num_remove if plan is None else len(plan.removed)
-        text, value = describe_run(config, model_config, window, num_remove)
+        allowed = allowed_layers(config, model_config)
+        text, value = describe_run(config, model_config, window, num_remove, allowed)
         print(text)
         return value
     tokenizer, work = load_tokenizer(source), work_folder(args.resume_dir, out, "prune")
@@ -165,7 +190,7 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         result = prune_without_weights(model_config, plan, config)
         result = replace(result, tokenizer=tokenizer)
     else:
-        model = load_model(source, dtype=config.dtype, device=config.device)
+        model = load_model(source, dtype=config.dtype, device=config.device, placement=placement)
         with resumable(work, args.save_every):
             result = prune(model, tokenizer, scores=scores, source=source, **given)
     if like is not None:
@@ -180,7 +205,25 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     remove_work_folder(work)
     record = read_record(out)
     _print_pruned(record, out)
-    return {"out": str(out), **record}
+    return {"out": str(out), **_push(out, args.push_to_hub), **record}
+
+
+def _check_push(repo: str | None) -> None:
+    if repo is not None:
+        from .hub_upload import check_push
+
+        check_push(repo)
+
+
+def _push(out: Path, repo: str | None) -> dict[str, Any]:
+    """Upload a finished checkpoint if a repository was named; return what the JSON says of it."""
+    if repo is None:
+        return {}
+    from .hub_upload import push_to_hub
+
+    url = push_to_hub(out, repo)
+    print(f"\nuploaded: {url}")
+    return {"uploaded": url}
 
 
 def _print_pruned(record: dict[str, Any], out: Path) -> None:

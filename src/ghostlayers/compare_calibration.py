@@ -147,18 +147,18 @@ def _measure(
     progress: bool,
 ) -> dict[int, Scores]:
     depth, found = len(decoder_layers(model)), dict[int, Scores]()
+    over = config.prune_config(num_remove=1).cosine_over
     for group in chains(made):
-        similarity, norms, done = SimilarityAccumulator(depth), NormAccumulator(depth), 0
+        norms, done = NormAccumulator(depth), 0
+        similarity = SimilarityAccumulator(depth, over)
         for n in group:
             start, ids = time.perf_counter(), made[n].ids
-            batches = batches_of(ids[done:], config.batch_size) if len(ids) > done else []
-            sweep(
-                model,
-                batches,
-                [similarity, norms],
-                description=f"similarity, {name}",
-                progress=progress,
-            )
+            if len(ids) > done:
+                more = SimilarityAccumulator(depth, over), NormAccumulator(depth)
+                batches = batches_of(ids[done:], config.batch_size)
+                sweep(model, batches, more, description=f"similarity, {name}", progress=progress)
+                similarity.running.merge(more[0].running)
+                norms.norms.merge(more[1].norms)
             done = len(ids)
             measured = Measured(similarity.result(), norms.massive())
             settings = config.prune_config(num_remove=1, calibration=source, num_windows=n)

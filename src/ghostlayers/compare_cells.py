@@ -133,7 +133,7 @@ class Repairer:
             return
         settings = self.settings(job)
         size = int(text_config(self.model.config).hidden_size)
-        check_size(job.operator, settings.rank, size)
+        check_size(settings.rank, size)
         if job.operator in ATTACHING:
             check_attachable(self.model)
         if job.operator in FOLDING:

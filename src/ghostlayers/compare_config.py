@@ -17,7 +17,8 @@ SHARED_FIELDS = (
     *("ridge", "rank", "fold_maps", "moments_device", "num_clusters", "plus"),
     *("score_windows", "score_window"),
     *("laco_layers", "laco_interval", "laco_range", "laco_threshold"),
-    *("protect_first", "protect_last", "window", "batch_size", "dtype", "device", "seed"),
+    *("cosine_over", "protect_first", "protect_last"),
+    *("window", "batch_size", "dtype", "device", "seed"),
 )
 # What may differ between a run and its continuation.
 VOLATILE_FIELDS = ("device", "moments_device", "moments_memory", "states_memory")

@@ -49,14 +49,14 @@ def family(operator: str) -> str:
 
 
 def boundary_bytes(operators: Iterable[str], size: int) -> int:
-    """Estimate the memory of one boundary's moments, and of the sum of both parts in a fit.
+    """Estimate the memory of one boundary's moments, their rests, and what a fit sums up.
 
     Args:
         operators: Operators to fit there.
         size: C.
     """
     families = {family(operator) for operator in operators if is_shared(operator)}
-    return FLOAT64 * size * size * (4 * len(families) + 3)
+    return FLOAT64 * size * size * (8 * len(families) + 3)
 
 
 @dataclass

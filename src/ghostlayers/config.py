@@ -7,11 +7,12 @@ from typing import Any
 
 from .budget_values import budget_faults
 from .errors import GhostlayersError, unknown_name
-from .operators import RANKED, operator_names
+from .operators import GUARDED, RANKED, REFINED_STEPS, operator_names
 from .selectors import AUTO, AUTO_MIN_WINDOWS, select_names
 from .selectors.own import is_own, own_name_fault
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+COSINES = ("channels", "sequence")
 FITS = ("dense", "sequential")
 FOLD_MAPS = ("both", "mlp")
 # `max_ppl_ratio` measures on every fourth window.
@@ -20,6 +21,25 @@ MIN_HELD_OUT_WINDOWS = 4
 
 def _option(default: Any, help_text: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help_text, **metadata})
+
+
+def text_option(purpose: str, sampler: str) -> Any:
+    """Return the field of a text source; `sampler` is what samples the text of `self`."""
+    return _option(
+        "self",
+        f"{purpose}: c4, wikitext2, ptb, owner/dataset[:config][:split][:column], a local "
+        f".txt/.jsonl/.parquet file, or self ({sampler} samples it)",
+    )
+
+
+def batch_option() -> Any:
+    """Return the field of the batch size."""
+    return _option(1, "windows per forward pass")
+
+
+def device_option() -> Any:
+    """Return the field of the device."""
+    return _option("auto", "auto, cpu, cuda, cuda:1, mps, ...; auto = CUDA if present")
 
 
 @dataclass(frozen=True)
@@ -63,10 +83,18 @@ class PruneConfig:
     ridge: float = _option(
         0.0,
         "relative ridge: lambda * trace(gram) / C is added to the diagonal; 0 = minimum norm "
-        "(ghost, replaceme-lstsq) or chosen on held-out windows (ghost-robust, fold, fold+ghost)",
+        "(ghost, replaceme-lstsq) or chosen on held-out windows (ghost-robust, ghost-norm, fold, "
+        "fold+ghost)",
     )
     rank: int | None = _option(
-        None, "rank of the map (ghost, ghost-robust), stored as two factors (default: full)"
+        None,
+        "rank of the map (ghost, ghost-robust, ghost-norm), stored as two factors (default: full)",
+    )
+    refine: int | None = _option(
+        None,
+        "gradient steps, one batch each, by which the repair follows the divergence from "
+        "the dense model (ghost-robust, fold, fold+ghost); 0 = closed form alone (default: 48 for "
+        "fold and fold+ghost, else 0)",
     )
     fit: str = _option(
         "dense",
@@ -103,22 +131,25 @@ class PruneConfig:
     laco_threshold: float | None = _option(
         None, "cosine above which laco keeps a merge (default: the highest that fits the budget)"
     )
+    cosine_over: str = _option(
+        "channels",
+        "what cosines of hidden states are taken over: the channels of a token, as the papers "
+        "define it, or the tokens of a channel, as published code does (to compare with its "
+        "tables only)",
+        choices=lambda: COSINES,
+    )
     protect_first: int = _option(1, "layers at the input side that no selector removes")
     protect_last: int = _option(1, "layers at the output side that no selector removes")
-    calibration: str = _option(
-        "self",
-        "calibration text: c4, wikitext2, ptb, owner/dataset[:config][:split][:column], a local "
-        ".txt/.jsonl/.parquet file, or self (the model samples it)",
-    )
+    calibration: str = text_option("calibration text", "the model")
     num_windows: int = _option(128, "calibration windows")
     window: int | None = _option(
         None, "tokens per window (default: 2048, or the model's maximum if shorter)"
     )
-    batch_size: int = _option(1, "windows per forward pass")
+    batch_size: int = batch_option()
     dtype: str = _option(
         "auto", "dtype to load, measure and write; auto = as stored", choices=lambda: DTYPES
     )
-    device: str = _option("auto", "auto, cpu, cuda, cuda:1, mps, ...; auto = CUDA if present")
+    device: str = device_option()
     seed: int = _option(0, "seed of clustering and of sampled calibration text")
 
     def __post_init__(self) -> None:
@@ -159,6 +190,13 @@ class PruneConfig:
                 f"`rank` is {self.rank} and `recover` is {self.recover}; rank works with "
                 f"{', '.join(RANKED)}"
             )
+        if self.refine is not None and self.refine < 0:
+            faults.append(f"`refine` is {self.refine}; allowed: 0 or more")
+        if self.refine and self.recover not in GUARDED:
+            faults.append(
+                f"`refine` is {self.refine} and `recover` is {self.recover}; refine works with "
+                f"{', '.join(GUARDED)}"
+            )
         if not 0.0 <= self.ridge < float("inf"):
             faults.append(f"`ridge` is {self.ridge}; allowed: 0 or a positive number")
         for item in fields(self):
@@ -170,6 +208,11 @@ class PruneConfig:
                     faults.append(str(unknown_name(item.name, value, allowed)).rstrip("."))
         if faults:
             raise GhostlayersError("; ".join(faults) + ".")
+
+    @property
+    def refine_steps(self) -> int:
+        """Steps of the refinement: what `refine` says, or the method's default."""
+        return REFINED_STEPS.get(self.recover, 0) if self.refine is None else self.refine
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""

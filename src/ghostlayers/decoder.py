@@ -63,8 +63,9 @@ def base_model(model: PreTrainedModel) -> nn.Module:
 
 def input_device(model: PreTrainedModel) -> torch.device:
     """Return the device that token ids must be on."""
-    device: torch.device = input_embeddings(model).device
-    return device
+    from .offload import execution_device
+
+    return execution_device(model.get_input_embeddings())
 
 
 def input_embeddings(model: PreTrainedModel) -> torch.Tensor:
@@ -136,8 +137,11 @@ def share_tensors(model: PreTrainedModel) -> PreTrainedModel:
     Returns:
         A model of the same class.
     """
+    from .offload import shared_stores
+
     tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    return copy.deepcopy(model, memo | shared_stores(model))
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -147,7 +151,10 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     """
     from torch import nn
 
+    from .offload import shared_stores
+
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    memo |= shared_stores(model)
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     copied: PreTrainedModel = copy.deepcopy(model, memo)

@@ -112,21 +112,32 @@ def finetune(
         windows = Windows(windows, "windows given in", bos_per_window=False)
     _check(model, teacher, windows, config)
     with nullcontext(work) if work is not None else tempfile.TemporaryDirectory() as folder:
-        cache = teacher
-        if not isinstance(cache, TeacherLogits):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            cache = cache_teacher(
-                cache,
-                windows,
-                Path(folder) / "teacher",
-                top_k=config.top_k,
-                batch_size=config.batch_size,
-                replace_stale=True,
-                progress=progress,
-            )
+        cache = _teacher_logits(teacher, windows, config, Path(folder), progress)
         state_file = None if work is None else Path(folder) / STATE_FILE
         hooks = {"on_step": on_step, "on_row": on_row, "progress": progress}
         return _train(model, cache, windows, config, state_file, hooks)
+
+
+def _teacher_logits(
+    teacher: PreTrainedModel | TeacherLogits,
+    windows: Windows,
+    config: FinetuneConfig,
+    folder: Path,
+    progress: bool,
+) -> TeacherLogits:
+    """Return the teacher's logits as given, or compute and keep them in the work folder."""
+    if isinstance(teacher, TeacherLogits):
+        return teacher
+    folder.mkdir(parents=True, exist_ok=True)
+    return cache_teacher(
+        teacher,
+        windows,
+        folder / "teacher",
+        top_k=config.top_k,
+        batch_size=config.batch_size,
+        replace_stale=True,
+        progress=progress,
+    )
 
 
 def _check(

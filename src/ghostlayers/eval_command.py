@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import distributed
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from .calibration import Windows
     from .loading import ModelSource
+    from .placement import Placement
     from .speed_results import SpeedSettings
     from .task_scores import TaskResults
     from .tasks import LoadedTasks
@@ -35,12 +37,10 @@ SPEED_DEFAULTS: dict[str, tuple[str | int, str]] = {
 
 def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     """Measure what is asked for on every path; everything is checked before a model is loaded."""
-    from .commands import _check_json_target, _quiet_transformers
+    from .commands import _check_json_target, _quiet_transformers, placement_of_run
 
-    text = args.perplexity
-    if text is None and args.tasks is None and not args.speed:
-        text = DEFAULT_TEXT
-    if text is not None:
+    texts = _texts(args)
+    for text in texts:
         check_source(text)
     _check_json_target(args.json)
     _check_numbers(args)
@@ -51,11 +51,15 @@ def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, An
         )
     own = {name: settings[name] for name in ("batch_size", "dtype", "device") if name in settings}
     config = PruneConfig(num_remove=1, **own)
+    placement = placement_of_run(args, config.device)
     _quiet_transformers()
     from .calibration import resolve_window
+    from .eval_baseline import with_dense
     from .loading import load_config, locate
 
     sources = [locate(path) for path in args.paths]
+    if not args.no_dense:
+        sources = with_dense(sources)
     configs = [load_config(source) for source in sources]
     window = min(resolve_window(args.window, each) for each in configs)
     speed = _speed_settings(args, configs) if args.speed else None
@@ -63,8 +67,8 @@ def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, An
     results: list[dict[str, Any]] = []
     baseline: TaskResults | None = None
     for source in sources:
-        windows = None if text is None else _windows(source, text, args.num_windows, window)
-        result, scores = _evaluate(source, config, windows, tasks, args.limit, speed)
+        windows = [_windows(source, text, args.num_windows, window) for text in texts]
+        result, scores = _evaluate(source, config, placement, windows, tasks, args.limit, speed)
         if scores is not None:
             baseline = baseline or scores
             result["tasks"] = scores.to_dict(baseline)
@@ -72,6 +76,18 @@ def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, An
     _compare(results)
     _print_eval(results)
     return {"results": results, "versions": versions()}
+
+
+def _texts(args: argparse.Namespace) -> list[str]:
+    """Return the texts to score; one whose name holds a comma must be given alone."""
+    if args.perplexity is None:
+        return [] if args.tasks is not None or args.speed else [DEFAULT_TEXT]
+    if Path(args.perplexity).is_file():
+        return [args.perplexity]
+    texts = [text.strip() for text in args.perplexity.split(",") if text.strip()]
+    if not texts:
+        raise CalibrationError(f"--perplexity is {args.perplexity!r}. Give a text, or several.")
+    return list(dict.fromkeys(texts))
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -126,7 +142,8 @@ def _windows(source: ModelSource, text: str, num_windows: int | None, window: in
 def _evaluate(
     source: ModelSource,
     config: PruneConfig,
-    windows: Windows | None,
+    placement: Placement,
+    windows: Sequence[Windows],
     tasks: LoadedTasks | None,
     limit: int | None,
     speed: SpeedSettings | None,
@@ -136,11 +153,12 @@ def _evaluate(
     from .loading import load_model, load_tokenizer
     from .model_checks import check_causal
 
-    model = load_model(source, dtype=config.dtype, device=config.device)
+    model = load_model(source, dtype=config.dtype, device=config.device, placement=placement)
     check_causal(model)
     result: dict[str, Any] = {"path": source.name}
-    if windows is not None:
-        result |= perplexity(model, windows, batch_size=config.batch_size).to_dict()
+    if windows:
+        scored = [perplexity(model, w, batch_size=config.batch_size).to_dict() for w in windows]
+        result |= {**scored[0], "texts": scored}
     result["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     result["dtype"] = str(model.dtype).removeprefix("torch.")
     scores = None
@@ -171,14 +189,17 @@ def _compare(results: Sequence[dict[str, Any]]) -> None:
 
     first = results[0]
     for result in results:
-        if "perplexity" in result:
-            result["ratio"] = result["perplexity"] / first["perplexity"]
-            if result["ids_sha256"] != first["ids_sha256"]:
+        for text, base in zip(result.get("texts", ()), first.get("texts", ()), strict=True):
+            text["ratio"] = text["perplexity"] / base["perplexity"]
+            if text["ids_sha256"] != base["ids_sha256"]:
                 print(
-                    f"ghostlayers: warning: {result['path']} scored other token ids than "
-                    f"{first['path']}: the two perplexities are not comparable",
+                    f"ghostlayers: warning: {result['path']} scored other token ids of "
+                    f"{text['source']} than {first['path']}: the two perplexities are not "
+                    "comparable",
                     file=sys.stderr,
                 )
+        if "texts" in result:
+            result["ratio"] = result["texts"][0]["ratio"]
         if "speed" in result:
             compare_speed(result["speed"], first["speed"])
 

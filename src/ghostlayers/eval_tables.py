@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from .tables import render_table
@@ -10,23 +11,28 @@ from .task_scores import METRICS
 
 
 def perplexity_table(results: Sequence[dict[str, Any]]) -> str:
-    """Lay out perplexities, and below what they were measured on."""
-    rows = [
-        [
-            result["path"],
-            f"{result['parameters'] / 1e6:.1f} M",
-            f"{result['perplexity']:.4f}",
-            f"{result['ratio']:.4f}",
-            result["dtype"],
+    """Lay out perplexities, two columns a text, and below what they were measured on."""
+    rows = []
+    for result in results:
+        numbers = [
+            f"{text[key]:.4f}" for text in result["texts"] for key in ("perplexity", "ratio")
         ]
-        for result in results
-    ]
-    first = results[0]
+        parameters = f"{result['parameters'] / 1e6:.1f} M"
+        rows.append([result["path"], parameters, *numbers, result["dtype"]])
+    texts = results[0]["texts"]
+    names = ["perplexity"] if len(texts) == 1 else [Path(text["source"]).name for text in texts]
+    header = [name for text in names for name in (text, "ratio")]
+    return "\n".join(
+        [render_table(["model", "parameters", *header, "dtype"], rows), "", *map(_scored, texts)]
+    )
+
+
+def _scored(text: dict[str, Any]) -> str:
+    """Say what a perplexity was measured on."""
     return (
-        render_table(["model", "parameters", "perplexity", "ratio", "dtype"], rows)
-        + f"\n\n{first['source']}: {first['windows']} windows of {first['window']} tokens, "
-        f"{'BOS in front of each' if first['bos_per_window'] else 'no BOS'}, {first['tokens']} "
-        f"tokens scored, ids sha256 {first['ids_sha256'][:12]}"
+        f"{text['source']}: {text['windows']} windows of {text['window']} tokens, "
+        f"{'BOS in front of each' if text['bos_per_window'] else 'no BOS'}, {text['tokens']} "
+        f"tokens scored, ids sha256 {text['ids_sha256'][:12]}"
     )
 
 

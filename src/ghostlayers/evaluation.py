@@ -132,6 +132,18 @@ def local_losses(
     `targets`, (n, T) like `ids`, are the tokens' indices among the logits where these are not those
     of the whole vocabulary.
     """
+    from .layerwise import runs_layerwise
+    from .layerwise_runs import losses_layerwise
+
+    if runs_layerwise(model):
+        return losses_layerwise(
+            model,
+            ids,
+            batch_size=batch_size,
+            targets=targets,
+            description=description,
+            progress=progress,
+        )[0]
     device, training = input_device(model), model.training
     losses: list[float] = []
     model.eval()
@@ -145,13 +157,13 @@ def local_losses(
         )
         for part, wanted in tqdm(pairs, desc=description, disable=None if progress else True):
             logits = model(input_ids=part.to(device), use_cache=False).logits
-            losses += _window_losses(logits, wanted)
+            losses += losses_of_logits(logits, wanted)
     finally:
         model.train(training)
     return losses
 
 
-def _window_losses(logits: torch.Tensor, ids: torch.Tensor) -> list[float]:
+def losses_of_logits(logits: torch.Tensor, ids: torch.Tensor) -> list[float]:
     """Mean cross-entropy per window; (B, T, V) logits are cast to float32 a chunk at a time."""
     totals = []
     for row, target in zip(logits, ids.to(logits.device), strict=True):

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import distributed
 from .errors import CalibrationError
+from .shared_parts import Parts
 
-# Numbers that are added at once: temporary tensors stay in the cache.
-CHUNK = 2**18
+# Numbers that are added at once on a CPU: temporary tensors stay in the cache.
+CHUNK = 2**15
 # Numbers that travel at once between processes.
 MESSAGE = 2**24
 # Metadata of a dataclass field that is no sum: all sets of tokens share it.
@@ -44,7 +45,8 @@ def add_(high: Tensor, low: Tensor, term: Tensor, term_low: Tensor | None = None
         term_low: What the term lacks.
     """
     terms = [term] if term_low is None else [term, term_low]
-    for parts in zip(*(t.view(-1).split(CHUNK) for t in (high, low, *terms)), strict=True):
+    chunk = CHUNK if high.device.type == "cpu" else MESSAGE
+    for parts in zip(*(t.view(-1).split(chunk) for t in (high, low, *terms)), strict=True):
         sums, rest, more = parts[0], parts[1], parts[2]
         total, lost = two_sum(sums, more)
         rest.add_(lost)
@@ -74,55 +76,6 @@ def add_up_(high: Tensor, low: Tensor) -> None:
             add_(sums, rest, *(distributed.broadcast_(part, source) for part in sent))
 
 
-class Part(Protocol):
-    """A part of an accumulator that can be saved and put together over processes."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return all there is to save, by name."""
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `tensors` returned."""
-
-    def combine(self) -> None:
-        """Put the parts of all processes together, on each of them."""
-
-
-class Parts:
-    """The parts of an accumulator, some of which are made when the first batch comes."""
-
-    def __init__(self) -> None:
-        self.items: dict[str, Any] = {}
-        self._loaded: dict[str, Tensor] = {}
-
-    def add(self, name: str, part: Any) -> Any:
-        """Register a part, which gets what was loaded under its name; return it."""
-        self.items[name] = part
-        head = f"{name}/"
-        own = {key[len(head) :]: t for key, t in self._loaded.items() if key.startswith(head)}
-        if own:
-            part.load(own)
-            self._loaded = {k: t for k, t in self._loaded.items() if not k.startswith(head)}
-        return part
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return all there is to save, by name."""
-        found = dict(self._loaded)
-        for name, part in self.items.items():
-            found |= {f"{name}/{key}": tensor for key, tensor in part.tensors().items()}
-        return found
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `tensors` returned; parts that come later get theirs then."""
-        self._loaded = dict(tensors)
-        for name, part in list(self.items.items()):
-            self.add(name, part)
-
-    def combine(self) -> None:
-        """Put the parts of all processes together."""
-        for part in self.items.values():
-            part.combine()
-
-
 class Running(Generic[MomentsT]):
     """A running sum of moments: any dataclass of tensors and numbers that add up.
 
@@ -147,13 +100,20 @@ class Running(Generic[MomentsT]):
         """Add the tokens of one batch, as the moments' own `add` takes them."""
         batch = self.zeros()
         batch.add(*rows)
-        terms = {path: value for path, _, _, value in _fields(batch)}
+        self._add(batch, {})
+
+    def merge(self, other: Running[MomentsT]) -> None:
+        """Add another sum, the tokens of which come behind these."""
+        self._add(other.total, other.low)
+
+    def _add(self, more: MomentsT, low: Mapping[str, Any]) -> None:
+        terms = {path: value for path, _, _, value in _fields(more)}
         for path, holder, name, value in _fields(self.total):
             term = terms[path]
             if isinstance(value, Tensor):
-                add_(value, self.low[path], term)
+                add_(value, self.low[path], term, low.get(path))
             elif isinstance(value, float):
-                pair = _add_floats((value, self.low[path]), term)
+                pair = _add_floats((value, self.low[path]), term, low.get(path, 0.0))
                 setattr(holder, name, pair[0])
                 self.low[path] = pair[1]
             else:  # a count, or rows of tokens
@@ -261,44 +221,3 @@ def _dtype(value: Any) -> torch.dtype:
     if isinstance(value, Tensor):
         return value.dtype
     return torch.float64 if isinstance(value, float) else torch.int64
-
-
-class Rows:
-    """Rows of tokens in the order of the sweep, batch by batch.
-
-    Args:
-        dim: Along which dimension they are put together.
-    """
-
-    def __init__(self, dim: int = 0) -> None:
-        self.dim = dim
-        self.batches: list[Tensor] = []
-
-    def append(self, rows: Tensor) -> None:
-        """Add the rows of one batch."""
-        self.batches.append(rows)
-
-    def joined(self) -> Tensor:
-        """Return all rows; there must have been a batch."""
-        return torch.cat(self.batches, dim=self.dim)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return all there is to save, by name."""
-        return {"rows": self.joined()} if self.batches else {}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `tensors` returned."""
-        self.batches = [tensors["rows"]]
-
-    def combine(self) -> None:
-        """Put the rows of all processes together, in the order of the windows."""
-        if distributed.size() == 1:
-            return
-        own = self.joined().contiguous()
-        shapes = distributed.gather_each(tuple(own.shape))
-        self.batches = [
-            distributed.broadcast_(
-                own if source == distributed.rank() else own.new_empty(shape), source
-            )
-            for source, shape in enumerate(shapes)
-        ]

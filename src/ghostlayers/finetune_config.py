@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .config import _option
+from .config import _option, batch_option, device_option, text_option
 from .errors import GhostlayersError, unknown_name
 
 TRAINED = ("operators", "lora")
@@ -44,7 +44,7 @@ class FinetuneConfig:
     weight_decay: float = _option(0.0, "decoupled weight decay of AdamW")
     warmup: float = _option(0.1, "share of the steps in which the learning rate rises from 0")
     max_grad_norm: float = _option(1.0, "gradients are scaled down to this L2 norm")
-    batch_size: int = _option(1, "windows per forward pass")
+    batch_size: int = batch_option()
     accumulation: int = _option(4, "forward passes per optimizer step and process")
     eval_every: int = _option(10, "steps between two measurements on the held-out windows")
     patience: int = _option(5, "measurements without a new best one after which training stops")
@@ -55,16 +55,12 @@ class FinetuneConfig:
     )
     lora_rank: int = _option(16, "rank of the adapters of `train` lora")
     lora_alpha: int = _option(32, "the adapters' product is scaled by lora_alpha / lora_rank")
-    calibration: str = _option(
-        "self",
-        "text to train on: c4, wikitext2, ptb, owner/dataset[:config][:split][:column], a local "
-        ".txt/.jsonl/.parquet file, or self (the teacher samples it)",
-    )
+    calibration: str = text_option("text to train on", "the teacher")
     num_windows: int = _option(96, "windows; every fourth is held out from training")
     window: int | None = _option(
         None, f"tokens per window (default: {DEFAULT_WINDOW}, or the model's maximum if shorter)"
     )
-    device: str = _option("auto", "auto, cpu, cuda, cuda:1, mps, ...; auto = CUDA if present")
+    device: str = device_option()
     seed: int = _option(0, "seed of the order of windows, of adapters and of sampled text")
 
     def __post_init__(self) -> None:

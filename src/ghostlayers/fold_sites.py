@@ -14,6 +14,7 @@ from torch import nn
 from .decoder import base_model, decoder_layers, input_device, input_embeddings, text_config
 from .errors import UnsupportedModelError
 from .layer_probe import FoldSite, FoldSites, LayerProbe
+from .offload import is_offloaded, loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,7 +80,8 @@ def _probe(model: PreTrainedModel, layer: nn.Module) -> FoldSites | str:
     if call is None:
         return "it does not run once on a (batch, positions, channels) state of text"
     try:
-        return LayerProbe(layer, *call).sites()
+        with loaded(layer):
+            return LayerProbe(layer, *call).sites()
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         return f"it cannot be called alone ({type(error).__name__}: {reason})"
@@ -87,10 +89,10 @@ def _probe(model: PreTrainedModel, layer: nn.Module) -> FoldSites | str:
 
 def _check_weight(model: PreTrainedModel, layer: nn.Module, site: FoldSite, index: int) -> None:
     weight: Any = site.module(layer).weight
-    if weight.is_meta:
+    if weight.is_meta and not is_offloaded(site.module(layer)):
         raise UnsupportedModelError(
-            f"layer {index}: the weight of {site.path!r} is offloaded. Load the model into memory, "
-            "or use `recover` ghost-robust."
+            f"layer {index}: the weight of {site.path!r} is not in memory. Load the "
+            "model, or use `recover` ghost-robust."
         )
     owners = [
         name

@@ -17,6 +17,7 @@ from .fingerprint import tensor_sha256
 from .fold_plan import chosen_sites, map_width, moments_device
 from .fold_sites import FoldSite, FoldSites
 from .moments import RobustMoments, SplitMoments
+from .offload import stored_tensor
 from .operators import OperatorFit
 from .operators.fold import JOINT_RIDGES, fit_fold, fold_record, rounded_weight, solve_fold
 from .operators.fold_ghost import fit_fold_ghost
@@ -60,7 +61,7 @@ def fit_fold_boundary(
     if len(sites) == 2:
         joint = fit_fold(fit, held_out, ridge=config.ridge, grid=JOINT_RIDGES, sizes=sizes)
     total = fit.add_(held_out)
-    weight = layer.get_parameter(mlp.weight)
+    weight = stored_tensor(layer, mlp.weight)
     simple = _fold_fit("fold-mlp", mlp, weight, total.part(own), alone, before, held_out.part(own))
     if joint is None:
         return (_with(simple, {}, {}, warnings),)
@@ -68,7 +69,7 @@ def fit_fold_boundary(
     d = solve_fold(total, joint[1], sizes)[: sizes[0]]
     part = None if joint[0] is None else joint[0][: sizes[0]]
     del fit, held_out, total
-    old = layer.get_parameter(attention.weight)
+    old = stored_tensor(layer, attention.weight)
     changed = {attention.weight: rounded_weight(old, attention.stored(d))[0]}
     changed_part = {}
     again: tuple[Tensor | None, float, dict[float, float]] | None = None
@@ -198,7 +199,7 @@ def fit_fold_ghost_boundary(
     """
     site, boundary = found.mlp, runs.boundary
     layer = decoder_layers(runs.dense)[boundary.start - 1]
-    weight = layer.get_parameter(site.weight)
+    weight = stored_tensor(layer, site.weight)
     fit, held_out = _state_moments(runs, site, massive, moments_device(runs.dense, config))
     split = SplitMoments(boundary, fit.behind(), held_out.behind())
     rule = runs.sink_rule(split, massive) if massive.any() else None

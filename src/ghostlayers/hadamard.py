@@ -35,28 +35,19 @@ def hadamard_factors(order: int) -> tuple[int, ...] | None:
     return None
 
 
-def check_hadamard(order: int) -> None:
-    """Check that there is a Hadamard matrix of an order.
-
-    Raises:
-        GhostlayersError: If the constructions do not reach it.
-    """
-    if hadamard_factors(order) is None:
-        raise GhostlayersError(
-            f"there is no Hadamard matrix for hidden size {order}. Allowed for `recover` "
-            "linearpatch-rotate: powers of two times orders q + 1 (q a prime, 3 mod 4) and "
-            "2(q + 1) (q a prime, 1 mod 4). Use `recover` linearpatch-diag."
-        )
-
-
 def hadamard_matrix(order: int) -> np.ndarray:
     """Return the Hadamard matrix of an order, (n, n) int8.
 
     Raises:
         GhostlayersError: If the constructions do not reach it.
     """
-    check_hadamard(order)
-    *paley, power = hadamard_factors(order) or ()
+    factors = hadamard_factors(order)
+    if factors is None:
+        raise GhostlayersError(
+            f"no construction gives a Hadamard matrix of order {order}. Allowed: powers of two "
+            "times orders q + 1 (q a prime, 3 mod 4) and 2(q + 1) (q a prime, 1 mod 4)."
+        )
+    *paley, power = factors
     sylvester = [CORE] * (power.bit_length() - 1)
     parts = [*map(paley_matrix, paley), *sylvester]
     return reduce(np.kron, parts, np.ones((1, 1), dtype=np.int8))

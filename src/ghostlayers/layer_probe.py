@@ -128,7 +128,7 @@ class LayerProbe:
     def _is_linear(self, module: Any, entered: Tensor, left: Tensor) -> bool:
         weight = module.weight.T if _out_axis(module) else module.weight
         if weight.is_meta or entered.shape[-1] != weight.shape[1]:
-            return bool(weight.is_meta)  # offloaded: refused later, with that reason
+            return bool(weight.is_meta)  # refused later, with that reason
         bias = getattr(module, "bias", None)
         expected = torch.nn.functional.linear(entered, weight, bias).float()
         return bool((left.float() - expected).norm() <= self.near * (1e-6 + expected.norm()))

@@ -10,6 +10,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError, GhostlayersError, UnsupportedModelError
+from .placement import Placement, check_parts, check_places, place_
 
 if TYPE_CHECKING:
     import torch
@@ -185,7 +186,11 @@ def resolve_device(
 
 
 def load_model(
-    source: ModelSource, *, dtype: str = "auto", device: str = "auto"
+    source: ModelSource,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    placement: Placement | None = None,
 ) -> PreTrainedModel:
     """Load a causal LM in evaluation mode.
 
@@ -195,19 +200,28 @@ def load_model(
     Args:
         source: From `locate`.
         dtype: `auto` keeps the stored dtype (float32 for GGUF).
-        device: See `resolve_device`.
+        device: See `resolve_device`; not read if the placement has a device map.
+        placement: Where the weights go if they do not fit on one device.
 
     Returns:
         The model.
 
     Raises:
         CheckpointError: If a weight is missing, unexpected or of another shape.
+        GhostlayersError: If a device does not exist here, or a place is for no part of the model.
     """
     import torch
     import transformers
     from transformers import AutoModelForCausalLM
 
-    target = resolve_device(device)
+    placement = Placement() if placement is None else placement
+    target = None if placement.device_map is not None else resolve_device(device)
+    if source.gguf and target is None:
+        raise GhostlayersError(
+            f"MODEL {source.name!r} is a GGUF file and `device_map` is given: it is dequantised in "
+            "memory as a whole. Leave out `device_map`, or save it as a checkpoint first."
+        )
+    check_places(placement)
     _fetch_weights(source)
     if source.gguf and dtype == "auto":
         dtype = "float32"
@@ -225,14 +239,20 @@ def load_model(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are named by check_loading_info
                 **keywords,
+                **placement.keywords(),
             )
+    except GhostlayersError:
+        raise
     except Exception as error:  # safetensors, pickle and the quantizers have their own classes
         raise CheckpointError(_one_line(f"MODEL {source.name!r}: cannot load it", error)) from error
     model: PreTrainedModel = loaded[0]
     check_loading_info(source.name, loaded[1])
     if source.gguf:
         _forget_quantization(model)
-    model.to(target)  # type: ignore[arg-type]
+    if target is not None:
+        model.to(target)  # type: ignore[arg-type]
+    check_parts(model, placement)
+    place_(model, placement)
     model.eval()
     return model
 

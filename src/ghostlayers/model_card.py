@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from .plan import format_layers
@@ -58,6 +59,7 @@ def model_card(record: dict[str, Any]) -> str:
         "",
     ]
     lines += _what_was_repaired(record)
+    lines += _loss_table(record)
     lines += ["The whole record is in `ghostlayers.json`.", ""]
     return "\n".join(lines)
 
@@ -95,6 +97,30 @@ def _what_was_repaired(record: dict[str, Any]) -> list[str]:
             "",
         ]
     return lines
+
+
+def _loss_table(record: dict[str, Any]) -> list[str]:
+    """Return what the guard measured: perplexity on windows that no fit has seen."""
+    guard = record.get("guard") or {}
+    named = {"dense": "loss_dense", "pruned": "loss_none", "this model": "loss_chosen"}
+    losses: dict[str, float] = {
+        name: guard[key] for name, key in named.items() if isinstance(guard.get(key), float)
+    }
+    if len(losses) < len(named):
+        return []
+    rows = [
+        f"| {name} | {math.exp(loss):.2f} | {math.exp(loss - losses['dense']):.3f} |"
+        for name, loss in losses.items()
+    ]
+    what = f"{guard['windows']} calibration windows that were held out"
+    return [
+        f"Perplexity on {what}, of repairs fitted without them:",
+        "",
+        "| model | perplexity | ratio |",
+        "|---|---|---|",
+        *rows,
+        "",
+    ]
 
 
 def _budget_line(record: dict[str, Any]) -> list[str]:

@@ -125,7 +125,8 @@ def choose_by_model(
     def measure() -> Similarity:
         if not measured:
             batches = batches_of(ids, config.batch_size)
-            measured.append(measure_similarity(model, batches, progress=progress))
+            found = measure_similarity(model, batches, over=config.cosine_over, progress=progress)
+            measured.append(found)
         return measured[0]
 
     if config.select not in WITHOUT_WINDOWS and (not len(ids) or ids.shape[1] < 2):

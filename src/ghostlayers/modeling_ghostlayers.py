@@ -13,7 +13,8 @@ import json
 import math
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ MODEL_TYPE = "ghostlayers"
 # LlamaForCausalLM.from_pretrained would warn about the model_type and run without the operators.
 SENTINEL = "ghostlayers checkpoint: load with trust_remote_code=True or after `import ghostlayers`"
 _OPTIONAL: dict[str, Any] = {"rank": None, "bias": False, "sink_threshold": None}
-_OPTIONAL |= {"sink_cosine": None}
+_OPTIONAL |= {"sink_cosine": None, "norm_eps": None}
 _CLASSES: dict[type, Any] = {}
 Specs = Sequence[Mapping[str, Any]]
 
@@ -40,8 +41,9 @@ def _check_specs(specs: Specs, depth: int, hidden_size: int) -> list[dict[str, A
         if wrong := {"layer", "side", *_OPTIONAL} ^ set(spec):
             raise ValueError(f"operators: unknown or missing keys {sorted(wrong)} in {spec}")
         layer, rank, sink = spec["layer"], spec["rank"], spec["sink_threshold"]
-        cosine = spec["sink_cosine"]
+        cosine, eps = spec["sink_cosine"], spec["norm_eps"]
         is_sink = sink is None or type(sink) in (int, float) and 0 < sink < math.inf
+        is_eps = eps is None or type(eps) in (int, float) and 0 < eps < math.inf
         is_cosine = cosine is None or type(cosine) in (int, float) and -1 < cosine < 1
         is_rank = rank is None or type(rank) is int and 0 < rank <= hidden_size
         for key, valid, allowed in (
@@ -51,6 +53,7 @@ def _check_specs(specs: Specs, depth: int, hidden_size: int) -> list[dict[str, A
             ("bias", isinstance(spec["bias"], bool), "True or False"),
             ("sink_threshold", is_sink, "None or a positive finite number"),
             ("sink_cosine", is_cosine, "None or a number between -1 and 1"),
+            ("norm_eps", is_eps, "None or a positive finite number"),
             ("sink_cosine", sink is None or cosine is None, "None beside sink_threshold"),
         ):
             if not valid:
@@ -67,7 +70,8 @@ class GhostOperator(nn.Module):
     C is the hidden size, r the rank. Parameters are `map.weight` (C, C), or `down.weight` (r, C)
     and `up.weight` (C, r); `bias` (C,) is added; tokens whose L2 norm exceeds `sink_threshold`, or
     whose x / |x| times `sink_direction` (C,) exceeds `sink_cosine`, get y = x + `shift` (C,). Maps
-    are plain linears, which serving engines replace by their own.
+    are plain linears, which serving engines replace by their own. With `norm_eps` the map reads
+    RMSNorm(x) = x / sqrt(mean(x²) + norm_eps): y = x + RMSNorm(x) M.
 
     Args:
         hidden_size: C.
@@ -85,7 +89,7 @@ class GhostOperator(nn.Module):
             return module
 
         self.rank, self.sink_threshold = spec.get("rank"), spec.get("sink_threshold")
-        self.sink_cosine = spec.get("sink_cosine")
+        self.sink_cosine, self.norm_eps = spec.get("sink_cosine"), spec.get("norm_eps")
         if self.rank is None:
             self.map = linear(hidden_size, hidden_size)
         else:
@@ -100,8 +104,12 @@ class GhostOperator(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Maps (..., C) to (..., C) of the same dtype."""
-        one_map = self.rank is None
-        delta = self.map(hidden_states) if one_map else self.up(self.down(hidden_states))
+        source = hidden_states
+        if self.norm_eps is not None:
+            states = hidden_states.float()
+            mean = states.square().mean(dim=-1, keepdim=True)
+            source = (states * torch.rsqrt(mean + self.norm_eps)).to(hidden_states.dtype)
+        delta = self.map(source) if self.rank is None else self.up(self.down(source))
         if self.bias is not None:
             delta = delta + self.bias
         if self.shift is not None:
@@ -138,6 +146,29 @@ def _model_names(model_type: str) -> dict[str, tuple[str, ...]]:
     base = modeling_auto.MODEL_MAPPING_NAMES.get(model_type, ())
     names = {"AutoModel": base, "AutoModelForCausalLM": causal}
     return {auto: (n,) if isinstance(n, str) else tuple(n) for auto, n in names.items()}
+
+
+def older_keys(config: Mapping[str, Any], read: Callable[..., Any]) -> dict[str, Any]:
+    """The keys that transformers 4 reads where 5 writes `rope_parameters`.
+
+    Without them 4 rotates by another base, silently. With parameters per layer type, those of full
+    attention are the ones without a prefix. Empty if `read`, which makes a config of a dict, would
+    then find other parameters.
+    """
+    rope = config.get("rope_parameters") or {}
+    main, local = rope.get("full_attention", rope) or {}, rope.get("sliding_attention")
+    added = {k: main[k] for k in ("rope_theta", "partial_rotary_factor") if main.get(k) is not None}
+    if "rope_theta" in added and main.get("rope_type", "default") != "default":
+        added["rope_scaling"] = dict(main)
+    if isinstance(local, dict) and "rope_theta" in local:
+        added["rope_local_base_freq"] = local["rope_theta"]
+    added = {k: v for k, v in added.items() if k not in config}
+    if added:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = read(copy.deepcopy({**config, **added})).rope_parameters
+        added = added if found == rope else {}
+    return added
 
 
 class GhostConfig(PretrainedConfig):
@@ -178,24 +209,21 @@ class _FamilyConfig:
         labels = (output.get("id2label") or {}).items()
         labels = {str(key): label for key, label in labels if label != f"LABEL_{key}"}
         output |= {"base_model_type": self.base_model_type, "id2label": {SENTINEL: "", **labels}}
-        rope = output.get("rope_parameters") or {}
-        if "rope_theta" in rope:  # transformers 4 reads only these keys
-            output.setdefault("rope_theta", rope["rope_theta"])
-            if rope.get("rope_type", "default") != "default":
-                output.setdefault("rope_scaling", dict(rope))
-        return output
+        return output | older_keys(output, lambda values: type(self)(**values))
 
 
 class _FamilyModel:
     """What the Ghost models of a family add to the stock model classes."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(config, _FamilyConfig):
+        # Not by class: transformers may execute this file again, and its classes are then new ones,
+        # while a config that came from another process is of the old ones (vLLM's workers).
+        if getattr(type(config), "model_type", None) != MODEL_TYPE:
             raise ValueError(f"{type(self).__name__} needs a Ghost config, got {type(config)}")
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         base = self.base_model  # type: ignore[attr-defined]
         if base is self or not isinstance(base, _FamilyModel):
-            _install(self, config.ghost_operators, config.ghost_decoder)  # type: ignore[attr-defined]
+            _install(self, config.ghost_operators, config.ghost_decoder)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, GhostOperator) or getattr(module, "_ghost_part", False):
@@ -320,7 +348,10 @@ def _install(model: Any, specs: Specs, path: str) -> list[GhostOperator]:
         layer = layers[spec["layer"]]
         floats = [p for p in layer.parameters() if p.is_floating_point() and p.element_size() > 1]
         like = max(floats, key=torch.Tensor.numel)  # a matrix: norms may be kept in float32
-        operators.append(GhostOperator(hidden_size, spec, device=like.device, dtype=like.dtype))
+        device = like.device
+        if like.is_meta and "_hf_hook" in vars(layer):  # offloaded: where accelerate computes it
+            device = layer._hf_hook.execution_device or device
+        operators.append(GhostOperator(hidden_size, spec, device=device, dtype=like.dtype))
         setattr(layer, f"ghost_{spec['side']}", operators[-1].train(layer.training))
         if type(layer) not in _CLASSES.values():
             layer.__class__ = _ghost(type(layer))
@@ -356,8 +387,8 @@ def attach_operators_(
 
     Args:
         model: a causal LM of a transformers class, pruned already.
-        specs: dicts of "layer", "side" and, optional, "rank", "bias", and "sink_threshold" or
-            "sink_cosine".
+        specs: dicts of "layer", "side" and, optional, "rank", "bias", "norm_eps", and
+            "sink_threshold" or "sink_cosine".
         decoder_path: dotted path from the base model to the decoder layers, such as "layers".
 
     Returns:
@@ -374,8 +405,6 @@ def attach_operators_(
         state = vars(layers[index])
         if "forward" in state and "_old_forward" not in state:
             raise ValueError(f"layer {index} must have its class's forward, got a replaced one")
-        if hasattr(model, "hf_device_map") and any(p.is_meta for p in layers[index].parameters()):
-            raise ValueError(f"layer {index} must be in memory, got an offloaded one")
     _convert_config(model.config, specs, decoder_path, type(model).__name__)
     return _install(model, specs, decoder_path)
 

@@ -26,6 +26,7 @@ from .config import PruneConfig
 from .decoder import num_decoder_layers, remove_layers_, text_config
 from .errors import CalibrationError, PlanError
 from .layer_fields import protected_layers
+from .layerwise import runs_layerwise
 from .model_checks import check_attachable, check_cache, check_causal, check_reloadable
 from .model_selection import change_layers_, check_model_selector, needs_windows
 from .model_sizes import structure
@@ -121,11 +122,11 @@ def resolve_plan(config: PruneConfig, model_config: Any) -> PruningPlan | None:
         PlanError: If the layers or the budget do not fit the depth.
         UnsupportedModelError: If the config has no depth.
         GhostlayersError: If the selector does not go with the other settings, or is a user's own
-            and cannot be imported; if the operator does not exist for the hidden size.
+            and cannot be imported; if the rank exceeds the hidden size.
     """
     depth = num_decoder_layers(model_config)
     if config.recover != NO_OPERATOR:
-        check_size(config.recover, config.rank, text_config(model_config).hidden_size)
+        check_size(config.rank, text_config(model_config).hidden_size)
     if config.layers is not None:
         return PruningPlan(depth, parse_layers(config.layers, depth))
     allowed = allowed_layers(config, model_config)
@@ -246,8 +247,10 @@ def _check_model(model: PreTrainedModel, config: PruneConfig, scores: Scores | N
     if config.recover in ATTACHING:
         check_attachable(model)
     check_causal(model)
+    runs_layerwise(model)  # found once here; the copies that are made of the model know it
     check_cache(model, what="the dense model")
     if scores is not None:
+        scores.check_settings(config)
         scores.check_model(model)
 
 
@@ -279,6 +282,7 @@ def result_record(
         "selector": "layers" if config.layers is not None else config.select,
         "recover": config.recover,
         "guard": None if verdict is None else verdict.record,
+        "refinement": recovery.refinement,
         "budget": budget,
         "scores": None if scores is None else scores.record(),
         "rls": None if chosen.similarity is None else chosen.similarity.rls,

@@ -78,25 +78,8 @@ def search_num_remove(
             is not finite.
         PlanError: If even one layer costs more.
     """
-    if len(ids) < MIN_WINDOWS:
-        raise CalibrationError(
-            f"`max_ppl_ratio` measures on held-out windows and there are {len(ids)} calibration "
-            f"windows. Use at least {MIN_WINDOWS}, or another budget."
-        )
     limit = float(config.max_ppl_ratio or 1.0)
-    scorer = guard_scorer(model, ids, batch_size=config.batch_size, progress=progress)
-    dense = _mean(scorer.dense_losses())
-    if not math.isfinite(dense):
-        raise CalibrationError(
-            "the dense model's loss on the held-out windows is not finite: `max_ppl_ratio` has "
-            "nothing to compare with. Use float32 or bfloat16, or check the weights."
-        )
-    if config.select == AUTO:
-        warnings.warn(
-            "`max_ppl_ratio` with `select` auto repeats the search for every number of layers that "
-            "it tries.",
-            stacklevel=2,
-        )
+    scorer, dense = _dense_scorer(model, config, ids, progress)
     passes, fails = 0, min(len(allowed), num_decoder_layers(model.config) - 1) + 1
     probes: list[dict[str, Any]] = []
     best: tuple[Selection, PreTrainedModel, Recovery] | None = None
@@ -122,6 +105,31 @@ def search_num_remove(
     return Found(*best, tuple(probes))
 
 
+def _dense_scorer(
+    model: PreTrainedModel, config: PruneConfig, ids: torch.Tensor, progress: bool
+) -> tuple[SuffixScorer, float]:
+    """Return what scores models on the held-out windows, and the dense model's mean loss there."""
+    if len(ids) < MIN_WINDOWS:
+        raise CalibrationError(
+            f"`max_ppl_ratio` measures on held-out windows and there are {len(ids)} calibration "
+            f"windows. Use at least {MIN_WINDOWS}, or another budget."
+        )
+    scorer = guard_scorer(model, ids, batch_size=config.batch_size, progress=progress)
+    dense = _mean(scorer.dense_losses())
+    if not math.isfinite(dense):
+        raise CalibrationError(
+            "the dense model's loss on the held-out windows is not finite: `max_ppl_ratio` has "
+            "nothing to compare with. Use float32 or bfloat16, or check the weights."
+        )
+    if config.select == AUTO:
+        warnings.warn(
+            "`max_ppl_ratio` with `select` auto repeats the search for every number of layers that "
+            "it tries.",
+            stacklevel=3,
+        )
+    return scorer, dense
+
+
 def _repaired(
     model: PreTrainedModel,
     config: PruneConfig,
@@ -135,6 +143,7 @@ def _repaired(
     Those are the same repairs fitted without the held-out windows, on which the loss is measured.
     """
     plan, pruned = chosen.plan, cut(model, chosen.plan)
+    unrepaired = share_tensors(pruned)
     recovery = recover_(
         pruned, model, plan, config, ids, chosen.massive, scorer=scorer, progress=progress
     )
@@ -147,7 +156,7 @@ def _repaired(
             "`max_ppl_ratio` needs repairs fitted without the held-out windows, and there are too "
             f"few calibration tokens for that ({ids.numel()}). Use more windows."
         )
-    bare = scorer.suffix(cut(model, plan), plan, first_changed_layer(plan, recovery.ladders))
+    bare = scorer.suffix(unrepaired, plan, first_changed_layer(plan, recovery.ladders))
     repaired = share_tensors(bare.model)
     apply_repairs_(repaired, bare.plan, {b: without_held_out(fit) for b, fit in fits.items()})
     return pruned, recovery, _mean(scorer.losses(replace(bare, model=repaired)))

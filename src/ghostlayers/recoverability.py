@@ -18,9 +18,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from . import distributed
-from .exact_sums import Parts
 from .fingerprint import tensor_sha256
 from .moments import HELD_OUT_EVERY, held_out_windows
+from .shared_parts import Parts
 from .token_classes import NormAccumulator
 
 if TYPE_CHECKING:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .boundary_runs import RULE_WINDOWS, BoundaryBatch, BoundaryRuns, repaired_student
-from .channel_moments import moments_maker
 from .fold_plan import FoldPlan, moments_device, plan_folds
 from .folding import fit_fold_boundary, fit_fold_ghost_boundary
 from .guard import MIN_WINDOWS, Verdict, judge_repairs
 from .moments import MomentAccumulator, SplitMoments
+from .norm_moments import moments_of_operator
 from .operators import FOLDING, GUARDED, NO_OPERATOR, REPLACING, ROBUST, OperatorFit
 from .plan import Boundary, PruningPlan
+from .refinement import Refined, refine_repairs
 from .repairs import apply_repairs_, is_tested, with_parts_of, without_held_out
 from .replacing import fit_replaceme_boundary
 from .steps import (
@@ -44,12 +45,14 @@ class Recovery:
         verdict: What the guard decided; None if the first ones are used as they are.
         changed: Names of the pruned model's parameters that hold new values.
         notes: What the user should know beside the warnings of the fits.
+        refinement: JSON values of the refinement; None if there was none.
     """
 
     ladders: Mapping[Boundary, Ladder] = field(default_factory=dict)
     verdict: Verdict | None = None
     changed: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+    refinement: dict[str, Any] | None = None
 
     @property
     def used(self) -> dict[Boundary, OperatorFit]:
@@ -121,6 +124,20 @@ def recover_(
         pruned, model, plan, config, ids, massive if robust else None, folds, progress=progress
     )
     ladders = fitter.ladders()
+    refined = Refined(ladders, None)
+    if config.refine_steps:
+        refined = refine_repairs(
+            model,
+            pruned,
+            plan,
+            ladders,
+            ids,
+            steps=config.refine_steps,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            progress=progress,
+        )
+        ladders = refined.ladders
     verdict = None
     if config.recover in GUARDED:
         verdict = judge_repairs(
@@ -133,7 +150,8 @@ def recover_(
             scorer=scorer,
             progress=progress,
         )
-    recovery = Recovery(ladders, verdict, notes=folds.warnings)
+    notes = (*folds.warnings, *refined.notes)
+    recovery = Recovery(ladders, verdict, notes=notes, refinement=refined.record)
     return replace(recovery, changed=apply_repairs_(pruned, plan, recovery.used))
 
 
@@ -202,7 +220,7 @@ class _Fitter:
             window=self.ids.shape[1],
             device=self._device(),
             massive=self.massive,
-            zeros=moments_maker(self.config.recover),
+            zeros=moments_of_operator(self.config.recover, self.model.config),
         )
 
         def add(batch: BoundaryBatch) -> None:

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from .boundary_runs import BoundaryBatch, BoundaryRuns
 from .decoder import decoder_layers, text_config
-from .exact_sums import Rows, SplitSums
+from .exact_sums import SplitSums
 from .feature_moments import FeatureMoments
 from .fold_plan import check_memory, moments_device
 from .fold_sites import FoldSite
+from .offload import stored_tensor
 from .operators import OperatorFit
 from .operators.replaceme import TokenStates, TransformFit, fit_cosine, fit_lstsq
+from .shared_parts import Rows
 
 if TYPE_CHECKING:
     from .config import PruneConfig
@@ -38,12 +40,13 @@ def transformed_map(layer: torch.nn.Module, site: FoldSite, t: Tensor) -> dict[s
         The weight of z ↦ zAT + bT as it is stored, and its bias if there is one, by path inside
         the layer; in their own dtype.
     """
-    weight = layer.get_parameter(site.weight).detach()
+    weight = stored_tensor(layer, site.weight)
     a = site.stored(weight.to(t.device, torch.float64))
     merged = {site.weight: site.stored(a @ t).to(weight.dtype)}
     bias = getattr(site.module(layer), "bias", None)
     if bias is not None:
-        merged[f"{site.path}.bias"] = (bias.detach().to(t.device, torch.float64) @ t).to(bias.dtype)
+        bias = stored_tensor(layer, f"{site.path}.bias")
+        merged[f"{site.path}.bias"] = (bias.to(t.device, torch.float64) @ t).to(bias.dtype)
     return merged
 
 
@@ -164,9 +167,11 @@ def _output_map(
 ) -> Callable[[Tensor], Tensor]:
     """Return what makes m (N, C) float64, which is added to the residual stream, of the input."""
     layer = decoder_layers(runs.dense)[runs.boundary.start - 1]
-    a = site.stored(layer.get_parameter(site.weight).detach().to(device, torch.float64))
+    a = site.stored(stored_tensor(layer, site.weight).to(device, torch.float64))
     bias = getattr(site.module(layer), "bias", None)
-    shift = 0.0 if bias is None else bias.detach().to(device, torch.float64)
+    shift: float | Tensor = 0.0
+    if bias is not None:
+        shift = stored_tensor(layer, f"{site.path}.bias").to(device, torch.float64)
 
     def output(z: Tensor) -> Tensor:
         return site.scale * (z @ a + shift)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Settings that a run takes from the scores unless it names them.
 CALIBRATION_SETTINGS = ("calibration", "num_windows", "window")
-INHERITED_SETTINGS = (*CALIBRATION_SETTINGS, "batch_size", "dtype", "seed")
+INHERITED_SETTINGS = (*CALIBRATION_SETTINGS, "batch_size", "dtype", "seed", "cosine_over")
 FINGERPRINTS = {"config_sha256": "config", "weights_sha256": "weights"}
 
 
@@ -72,7 +72,20 @@ class Scores:
 
     def settings_with(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return settings, those that are not given as they were when the scores were measured."""
-        return {**self.settings, **given}
+        return {"cosine_over": "channels", **self.settings, **given}
+
+    def check_settings(self, config: PruneConfig) -> None:
+        """Refuse settings that say what the scores are, where they differ.
+
+        Raises:
+            CheckpointError: If the cosines are of another kind; both values are named.
+        """
+        measured = self.settings.get("cosine_over", "channels")
+        if config.cosine_over != measured:
+            raise CheckpointError(
+                f"the scores are cosines over {measured}, `cosine_over` is {config.cosine_over}. "
+                "Leave it out, or measure again with `analyze --save`."
+            )
 
     def record(self) -> dict[str, Any]:
         """Return where a result's scores come from, as JSON values."""

@@ -25,7 +25,7 @@ from .decoder import text_config
 from .errors import CalibrationError, UnsupportedModelError
 from .guard import guard_windows
 from .moments import HELD_OUT_EVERY
-from .operators import NO_OPERATOR, ROBUST, OperatorFit
+from .operators import LINEARPATCH, NO_OPERATOR, ROBUST, OperatorFit
 from .plan import Boundary, PruningPlan
 from .selectors import AUTO_MIN_WINDOWS, SelectionContext
 from .steps import collect_moments, cut, fit_operator, fit_sink_rules
@@ -43,7 +43,7 @@ SWAPS = 6
 MAX_MOMENTS_BYTES = 4 * 2**30
 RULE_WINDOWS = 8
 # Operators that can stand at any boundary by themselves; any other is scored as ROBUST_OPERATOR.
-BOUNDARY_OPERATORS = ("ghost", "ghost-robust", "linearpatch-diag", "linearpatch-rotate")
+BOUNDARY_OPERATORS = ("ghost", "ghost-robust", "ghost-norm", *LINEARPATCH)
 ROBUST_OPERATOR = "ghost-robust"
 
 

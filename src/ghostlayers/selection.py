@@ -81,7 +81,9 @@ def measure(
     """
     norms = [NormAccumulator(len(decoder_layers(model)))] if wants_massive(config) else []
     batches = batches_of(ids, config.batch_size)
-    similarity = measure_similarity(model, batches, also=norms, progress=progress)
+    similarity = measure_similarity(
+        model, batches, also=norms, over=config.cosine_over, progress=progress
+    )
     return Measured(similarity, norms[0].massive() if norms else None)
 
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from . import distributed
 from .errors import CalibrationError
-from .exact_sums import Parts
 from .fingerprint import fingerprint, tensor_sha256
 from .records import versions
 from .resume import SavedSweep
+from .shared_parts import Parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,7 +61,7 @@ def part_of_sweep(batches: Sequence[Batch], done: int = 0) -> SweepPart:
 def run_sweep(
     batches: Iterable[Batch],
     parts: Parts,
-    passes: Callable[[Iterable[Batch], SweepPart], Iterator[Any]],
+    passes: Callable[[Iterable[Batch], SweepPart], Iterator[int]],
     *,
     bar: Callable[[Iterable[Batch]], Iterable[Batch]],
     begin: Callable[[int], None],
@@ -72,7 +72,8 @@ def run_sweep(
     Args:
         batches: All batches.
         parts: What the sweep adds up.
-        passes: Runs the model over the batches it is given, and yields when one is added up.
+        passes: Runs the model over the batches it is given, and yields how many of them are added
+            up whenever one is.
         bar: Shows a progress bar over batches.
         begin: Called with the number of counted tokens before the first batch.
         key: Says of which model and accumulators the sums are.
@@ -87,16 +88,9 @@ def run_sweep(
         parts.load(tensors)
         part = part_of_sweep(every, done)
         begin(part.first_token)
-
-        def counted() -> Iterator[Batch]:
-            nonlocal done
-            for batch in bar(part.batches):
-                done += not part.idle
-                yield batch
-
-        for _ in passes(counted(), part):
+        for count in passes(bar(part.batches), part):
             if saved.due() and not part.idle:
-                saved.save(done, parts.tensors())
+                saved.save(done + count, parts.tensors())
     parts.combine()
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import CalibrationError
+from .sequence_cosines import sequence_cosines
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from .sweep import TokenRows
 
 CHUNK_TOKENS = 64
+# What a cosine is taken over.
+CHANNELS, SEQUENCE = "channels", "sequence"
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,16 @@ class SimilarityAccumulator:
 
     Args:
         num_layers: Depth L of the model that is measured.
+        over: `channels`, or `sequence`; see `sequence_cosines`.
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, over: str = CHANNELS) -> None:
         import torch
 
-        from .exact_sums import Parts, Running
+        from .exact_sums import Running
+        from .shared_parts import Parts
 
+        self.over = over
         self.states: Sequence[int] = range(num_layers + 1)
         shape = (num_layers + 1, num_layers + 1)
         self.parts = Parts()
@@ -101,7 +107,7 @@ class SimilarityAccumulator:
     @property
     def key(self) -> Mapping[str, Any]:
         """JSON values that say what it adds up."""
-        return {"cosines": len(self.states)}
+        return {"cosines": len(self.states), "over": self.over}
 
     def begin(self, token: int) -> None:
         """Start at a token; see `sweep.Accumulator`."""
@@ -115,6 +121,9 @@ class SimilarityAccumulator:
         """
         import torch
 
+        if self.over == SEQUENCE:
+            self.running.add(sequence_cosines(states, rows), len(rows.window))
+            return
         count, size = states[0].shape
         shape = (len(self.states), min(CHUNK_TOKENS, count), size)
         unit = torch.empty(shape, dtype=states[0].dtype, device=states[0].device)

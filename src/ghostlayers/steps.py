@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .channel_moments import moments_maker
 from .decoder import decoder_layers, decoder_path, remove_layers_, share_tensors
 from .errors import CalibrationError, UnsupportedModelError
 from .model_checks import check_cache
 from .modeling_ghostlayers import attach_operators_ as attach_zero_operators_
 from .moments import MomentAccumulator, RobustMoments, SplitMoments
+from .norm_moments import moments_of_operator
 from .operators import RANKED, OperatorFit, get_operator
 from .plan import Boundary, PruningPlan, check_num_remove, removable_layers
 from .selectors import SelectionContext, get_selector
@@ -39,6 +39,7 @@ def measure_similarity(
     batches: Iterable[Batch],
     *,
     also: Sequence[Accumulator] = (),
+    over: str = "channels",
     progress: bool = True,
 ) -> Similarity:
     """Run the first sweep: mean cosine similarity between all hidden states.
@@ -47,6 +48,7 @@ def measure_similarity(
         model: The dense model.
         batches: (B, T) int64 ids, or mappings with `input_ids` and `attention_mask`.
         also: Accumulators to feed in the same sweep.
+        over: What a cosine is taken over; see `PruneConfig.cosine_over`.
         progress: Show a progress bar when standard error is a terminal.
 
     Returns:
@@ -55,7 +57,7 @@ def measure_similarity(
     Raises:
         CalibrationError: If no token is counted or a state is not finite.
     """
-    accumulator = SimilarityAccumulator(len(decoder_layers(model)))
+    accumulator = SimilarityAccumulator(len(decoder_layers(model)), over)
     sweep(model, batches, [accumulator, *also], description="similarity", progress=progress)
     return accumulator.result()
 
@@ -144,7 +146,7 @@ def collect_moments(
         window=max(part.shape[1] for part in ids),
         device=device,
         massive=massive,
-        zeros=moments_maker(operator),
+        zeros=moments_of_operator(operator, model.config),
     )
     prefix = prefix_model(model, max(boundary.stop for boundary in boundaries))
     sweep(prefix, batches, [accumulator], description="moments", progress=progress)

@@ -8,7 +8,7 @@ model's own forward does the rest: masks, positions, operators, norm and head.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,9 @@ from tqdm.auto import tqdm
 from . import distributed
 from .decoder import base_model, decoder_layers, input_device, remove_layers_, share_tensors
 from .errors import UnsupportedModelError
-from .evaluation import local_losses, window_losses
+from .evaluation import local_losses
+from .layerwise import runs_layerwise
+from .layerwise_runs import losses_layerwise, states_layerwise
 from .model_checks import LOW_PRECISION, evaluating
 from .operators import OperatorFit
 from .plan import Boundary, PruningPlan
@@ -124,18 +126,32 @@ class SuffixScorer:
         Args:
             states: Hidden states to keep in the same forward pass.
         """
-        states = set(states)
+        states = {state for state in states if state > 0}
         if self._dense is not None:
             self.keep(states)
             return self._dense
-        with self._keeping(self.model, states):
-            self._dense = window_losses(
-                self.model,
-                self.ids,
-                batch_size=self.batch_size,
-                description=self.description,
-                progress=self.progress,
-            )
+        found: dict[int, list[Tensor]] = {state: [] for state in states}
+        with distributed.section():
+            if runs_layerwise(self.model):
+                losses, found = losses_layerwise(
+                    self.model,
+                    self.ids[self.own],
+                    batch_size=self.batch_size,
+                    keep=states,
+                    description=self.description,
+                    progress=self.progress,
+                )
+            else:
+                with _copying(self.model, found):
+                    losses = local_losses(
+                        self.model,
+                        self.ids[self.own],
+                        batch_size=self.batch_size,
+                        description=self.description,
+                        progress=self.progress,
+                    )
+        self._store(found)
+        self._dense = distributed.gather(losses)
         return self._dense
 
     def keep(self, states: Iterable[int]) -> None:
@@ -147,14 +163,17 @@ class SuffixScorer:
         if not missing:
             return
         prefix = prefix_model(self.model, max(missing))
-        base, device = base_model(prefix), input_device(prefix)
-        with (
-            self._keeping(prefix, missing),
-            distributed.section(),
-            evaluating(prefix),
-        ):
-            for part in self.batches():
-                base(input_ids=part.to(device), use_cache=False)
+        found: dict[int, list[Tensor]] = {state: [] for state in missing}
+        with distributed.section():
+            if runs_layerwise(prefix):
+                own, size = self.ids[self.own], self.batch_size
+                found = states_layerwise(prefix, own, missing, batch_size=size)
+            else:
+                base, device = base_model(prefix), input_device(prefix)
+                with evaluating(prefix), _copying(prefix, found):
+                    for part in self.batches():
+                        base(input_ids=part.to(device), use_cache=False)
+        self._store(found)
 
     def batches(self, values: Tensor | None = None) -> list[Tensor]:
         """Return this process' batches of the windows, or of other (n, T) values."""
@@ -162,16 +181,18 @@ class SuffixScorer:
         return batches_of(values[self.own], self.batch_size)
 
     @contextmanager
-    def _keeping(self, model: PreTrainedModel, states: Iterable[int]) -> Iterator[None]:
+    def keeping(self, model: PreTrainedModel, states: Iterable[int]) -> Iterator[None]:
+        """Keep dense hidden states of the forward passes over `batches()`."""
         found: dict[int, list[Tensor]] = {state: [] for state in states if state > 0}
-
-        def keep(index: int, state: Tensor) -> None:
-            found[index].append(state.detach().to("cpu", copy=True))
-
-        with capture(decoder_layers(model), found, keep):
+        with _copying(model, found):
             yield
+        self._store(found)
+
+    def _store(self, found: Mapping[int, list[Tensor]]) -> None:
+        """Keep what was captured, where it is one (B, T, C) state per batch on every process."""
         expected = [tuple(batch.shape) for batch in self.batches()]
-        for index, parts in found.items():
+        for index in sorted(found):
+            parts = found[index]
             usable = [tuple(part.shape[:2]) for part in parts] == expected
             self.states[index] = parts if distributed.everyone(usable) else None
 
@@ -230,18 +251,37 @@ class SuffixScorer:
         states: Sequence[Tensor] | None = None
         if suffix.start is not None:
             states = self.states[suffix.start]
-        batches, wanted = self.batches(), self.batches(targets)
-        first, losses = decoder_layers(suffix.model)[0], list[float]()
-        bar = tqdm(batches, desc=self.description, disable=None if self.progress else True)
         with distributed.section():
-            for index, (part, target) in enumerate(zip(bar, wanted, strict=True)):
-                feeding = nullcontext() if states is None else fed(first, states[index])
-                with feeding:
-                    losses += local_losses(
-                        suffix.model,
-                        part,
-                        batch_size=self.batch_size,
-                        targets=target,
-                        progress=False,
-                    )
-        return distributed.gather(losses)
+            own = self._own_losses(suffix.model, targets, states)
+        return distributed.gather(own)
+
+    def _own_losses(
+        self, model: PreTrainedModel, targets: Tensor | None, states: Sequence[Tensor] | None
+    ) -> list[float]:
+        """Return the losses of this process' windows."""
+        if states is None or runs_layerwise(model):
+            own, more = self.ids[self.own], None if targets is None else targets[self.own]
+            shared: dict[str, Any] = {"batch_size": self.batch_size, "targets": more}
+            shared |= {"description": self.description, "progress": self.progress}
+            if states is None:
+                return local_losses(model, own, **shared)
+            return losses_layerwise(model, own, entering=states, **shared)[0]
+        first, losses = decoder_layers(model)[0], list[float]()
+        bar = tqdm(self.batches(), self.description, disable=None if self.progress else True)
+        for part, target, state in zip(bar, self.batches(targets), states, strict=True):
+            with fed(first, state):
+                losses += local_losses(
+                    model, part, batch_size=self.batch_size, targets=target, progress=False
+                )
+        return losses
+
+
+@contextmanager
+def _copying(model: PreTrainedModel, found: Mapping[int, list[Tensor]]) -> Iterator[None]:
+    """Append a copy of the wanted hidden states of each forward pass, on the CPU."""
+
+    def keep(index: int, state: Tensor) -> None:
+        found[index].append(state.detach().to("cpu", copy=True))
+
+    with capture(decoder_layers(model), found, keep):
+        yield

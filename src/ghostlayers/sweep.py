@@ -21,7 +21,7 @@ from .accumulators import SharedAccumulator
 from .accumulators import TokenRows as TokenRows
 from .decoder import base_model, check_ids, decoder_layers, input_device, text_config
 from .errors import CalibrationError, UnsupportedModelError
-from .exact_sums import Parts
+from .shared_parts import Parts
 from .shared_sweep import SweepPart, model_key, run_sweep
 
 if TYPE_CHECKING:
@@ -106,11 +106,13 @@ class Captured:
         states: (N, C) counted tokens by index of the hidden state.
         inputs: (N, K) what entered a watched module, by its name.
         rows: Where the tokens stand.
+        batches: How many batches there are up to this one, those without counted tokens included.
     """
 
     states: dict[int, Tensor]
     inputs: dict[str, Tensor]
     rows: TokenRows
+    batches: int
 
 
 @contextmanager
@@ -155,6 +157,12 @@ def stream(
         CalibrationError: If a captured state is not finite; the layer and the dtype are named.
         UnsupportedModelError: If there is not one (B, T, C) state per layer and forward pass.
     """
+    from .layerwise import runs_layerwise
+    from .layerwise_runs import stream_layerwise
+
+    if runs_layerwise(model):
+        yield from stream_layerwise(model, batches, states, modules, part=part)
+        return
     base, layers, wanted = base_model(model), decoder_layers(model), sorted(set(states))
     captured: dict[int, Tensor] = {}
     inputs: dict[str, Tensor] = {}
@@ -171,9 +179,9 @@ def stream(
         rows = value.detach().flatten(0, -2)[flat.to(value.device)]
         inputs[name] = rows if rows.dtype == torch.float64 else rows.float()
 
-    device, size = input_device(model), text_config(model.config).hidden_size
+    size = text_config(model.config).hidden_size
     window = 0 if part is None else part.first_window
-    for batch in batches:
+    for number, batch in enumerate(batches, start=1):
         ids, mask = split_batch(batch)
         check_ids(model, ids)
         rows, flat = token_rows(ids, mask, window)
@@ -183,7 +191,7 @@ def stream(
             continue
         if part is not None and part.idle:
             rows, flat = TokenRows(rows.window[:0], rows.position[:0]), flat[:0]
-        arguments = _arguments(base, ids.to(device), mask)
+        arguments = base_arguments(model, ids, mask)
         captured, inputs, training = {}, {}, model.training
         model.eval()
         try:
@@ -191,17 +199,18 @@ def stream(
                 base(**arguments, use_cache=False)
         finally:
             model.train(training)
-        yield Captured(captured, inputs, rows)
+        yield Captured(captured, inputs, rows, number)
         captured.clear()  # the consumer may hold on to it during the next pass
         inputs.clear()
 
 
-def _arguments(base: nn.Module, ids: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-    """Return what the base model is called with."""
+def base_arguments(model: PreTrainedModel, ids: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    """Return what the base model is called with, on its device."""
+    ids = ids.to(input_device(model))
     arguments = {"input_ids": ids}
     if mask is not None:
         arguments["attention_mask"] = mask.to(ids.device)
-        if "position_ids" in inspect.signature(base.forward).parameters:
+        if "position_ids" in inspect.signature(base_model(model).forward).parameters:
             # learned positions count from the first real token
             positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
             arguments["position_ids"] = positions.to(ids.device)
@@ -252,11 +261,11 @@ def sweep(
     for number, accumulator in enumerate(shared):
         parts.add(f"{number}", accumulator.parts)
 
-    def passes(batches: Iterable[Batch], part: SweepPart) -> Iterator[None]:
+    def passes(batches: Iterable[Batch], part: SweepPart) -> Iterator[int]:
         for seen in stream(model, batches, wanted, part=part):
             for accumulator in accumulators:
                 accumulator.update(seen.states, seen.rows)
-            yield
+            yield seen.batches
 
     def begin(token: int) -> None:
         for accumulator in shared:

@@ -137,7 +137,7 @@ def cache_teacher(
     missing = [index for index in range(len(shards)) if not cache.shard(index).exists()]
     with evaluating(teacher):
         for index in tqdm(missing, desc="teacher", disable=None if progress else True):
-            _write_shard(cache, index, *_top_of(teacher, shards[index], top_k, batch_size))
+            _write_shard(cache, index, *top_of(teacher, shards[index], top_k, batch_size))
     return cache
 
 
@@ -176,10 +176,14 @@ def _check_space(cache: TeacherLogits) -> None:
         )
 
 
-def _top_of(
+def top_of(
     teacher: PreTrainedModel, ids: Tensor, top_k: int, batch_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (n, T, K) log-probabilities and token ids of (n, T) windows."""
+    """Return (n, T, K) log-probabilities and token ids of (n, T) windows, see `top_log_probs`.
+
+    Raises:
+        CalibrationError: If the logits are not finite.
+    """
     parts = []
     for batch in ids.split(batch_size):
         logits = teacher(input_ids=batch.to(input_device(teacher)), use_cache=False).logits

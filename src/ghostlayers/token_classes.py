@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .errors import CalibrationError
-from .exact_sums import Parts, Rows
 from .fingerprint import tensor_sha256
+from .shared_parts import Parts, Rows
 
 if TYPE_CHECKING:
     from .plan import Boundary

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,9 @@ from tqdm.auto import tqdm
 from . import distributed
 from .decoder import check_ids, decoder_layers, frozen_copy, input_device
 from .errors import CalibrationError, UnsupportedModelError
+from .layerwise import runs_layerwise
+from .layerwise_taylor import salience_layerwise
+from .offload import loaded
 from .sweep import batches_of
 
 if TYPE_CHECKING:
@@ -54,10 +58,10 @@ def magnitude_scores(model: PreTrainedModel, layers: Sequence[int]) -> dict[int,
         UnsupportedModelError: See `weight_matrices`.
         CalibrationError: If a sum is not finite.
     """
-    scores = {
-        layer: math.fsum(_absolute_sum(p) for p in weight_matrices(model, layer))
-        for layer in layers
-    }
+    scores = {}
+    for layer in layers:
+        with loaded(decoder_layers(model)[layer]):
+            scores[layer] = math.fsum(_absolute_sum(p) for p in weight_matrices(model, layer))
     return _finite(scores, "the weights")
 
 
@@ -92,6 +96,12 @@ def taylor_scores(
         CalibrationError: If ids are not in the vocabulary, or a score is not finite.
     """
     check_ids(model, ids)
+    if runs_layerwise(model):
+        weights_of = partial(weight_matrices, model)
+        parts = salience_layerwise(
+            model, ids, layers, weights_of, batch_size=batch_size, progress=progress
+        )
+        return _finite({k: math.fsum(map(float, parts[k])) for k in layers}, "the gradients")
     batches = batches_of(ids, batch_size)
     sizes = {k: 8 * sum(p.numel() for p in weight_matrices(model, k)) for k in layers}
     limit = math.inf if len(batches) == 1 else max_sums_bytes

@@ -21,6 +21,7 @@ NO_OPERATOR = "none"
 OPERATORS: dict[str, str] = {
     "ghost": "ghost:fit_ghost",
     "ghost-robust": "ghost_robust:fit_ghost_robust",
+    "ghost-norm": "ghost_norm:fit_ghost_norm",
     "linearpatch-diag": "linearpatch:fit_linearpatch",
     "linearpatch-rotate": "linearpatch:fit_linearpatch",
     "replaceme-lstsq": "replaceme:fit_lstsq",
@@ -33,13 +34,16 @@ ROBUST = ("ghost-robust", "fold+ghost")
 # Methods that change weights of the layer before a cut, that attach a module, and that are kept
 # only as far as the guard finds them to help.
 FOLDING = ("fold", "fold+ghost", "replaceme-lstsq", "replaceme-cosine")
-ATTACHING = ("ghost", "ghost-robust", "fold+ghost", "linearpatch-diag", "linearpatch-rotate")
-GUARDED = ("ghost-robust", "fold", "fold+ghost")
+LINEARPATCH = ("linearpatch-diag", "linearpatch-rotate")
+ATTACHING = ("ghost", "ghost-robust", "ghost-norm", "fold+ghost", *LINEARPATCH)
+GUARDED = ("ghost-robust", "ghost-norm", "fold", "fold+ghost")
+# Steps by which a method is refined unless `refine` says otherwise.
+REFINED_STEPS = {"fold": 48, "fold+ghost": 48}
 # Methods that transform the MLP output of the layer before a cut; they are neither guarded nor
 # exchanged for another one where that is not possible.
 REPLACING = ("replaceme-lstsq", "replaceme-cosine")
 # Operators that may be of lower rank.
-RANKED = ("ghost", "ghost-robust")
+RANKED = ("ghost", "ghost-robust", "ghost-norm")
 
 
 @dataclass(frozen=True)
@@ -70,16 +74,12 @@ class OperatorFit:
     weights_part: dict[str, Tensor] = field(default_factory=dict)
 
 
-def check_size(operator: str, rank: int | None, hidden_size: int) -> None:
+def check_size(rank: int | None, hidden_size: int) -> None:
     """Check, before any weight is loaded, that an operator exists for a hidden size.
 
     Raises:
-        GhostlayersError: If there is no Hadamard matrix of this order, or the rank exceeds it.
+        GhostlayersError: If the rank exceeds it.
     """
-    if operator == "linearpatch-rotate":
-        from ..hadamard import check_hadamard
-
-        check_hadamard(hidden_size)
     if rank is not None and rank > hidden_size:
         raise GhostlayersError(
             f"`rank` is {rank} and the model's hidden size is {hidden_size}. Allowed: 1 to "

@@ -94,25 +94,18 @@ def fit_ghost_robust(
     if sinks is None or not sinks.separates or not num_massive:
         parts = parts[0].as_ordinary(), parts[1].as_ordinary()
     split = SplitMoments(moments.boundary, parts[0].ordinary, parts[1].ordinary)
-    part: Tensor | None = None
-    tried: dict[float, float] = {}
-    if split.fit.num_tokens and split.held_out.num_tokens:
-        if ridge == 0.0:
-            ridge, part, tried = choose_ridge(split.fit, split.held_out)
-        else:
-            part = solve_ridge(split.fit.gram, split.fit.cross, ridge).m
+    ridge, part, tried = _without_held_out(split, ridge)
     total = split.total
     solution = solve_ridge(total.gram, total.cross, ridge)
     stored = store_map(
         split, solution.m, part, ridge=ridge, rank=rank, dtype=dtype, by_rank=by_rank
     )
     tensors, fit_part, spec = stored.tensors, stored.fit_part, dict[str, Any](stored.spec)
-    shift, shift_part = mean_shift(parts[0] + parts[1], dtype), mean_shift(parts[0], dtype)
-    if shift is not None and sinks is not None:
+    shifts, shifts_part = _shifts(parts, sinks, dtype)
+    if shifts and sinks is not None:
         spec |= {"sink_cosine": sinks.cosine}
-        both = {"shift": shift, "sink_direction": sinks.direction.to(shift.device)}
-        tensors |= both
-        fit_part |= both if shift_part is None else {**both, "shift": shift_part}
+        tensors |= shifts
+        fit_part |= shifts_part
     diagnostics = {
         **stored.diagnostics,
         "ridge": ridge,
@@ -131,6 +124,32 @@ def fit_ghost_robust(
         spec=spec,
         fit_part=fit_part if part is not None else {},
     )
+
+
+def _without_held_out(
+    split: SplitMoments[BoundaryMoments], ridge: float
+) -> tuple[float, Tensor | None, dict[float, float]]:
+    """Fit without the held-out windows; return λ, chosen if it is 0, M, and errors by λ tried."""
+    if not split.fit.num_tokens or not split.held_out.num_tokens:
+        return ridge, None, {}
+    if ridge == 0.0:
+        return choose_ridge(split.fit, split.held_out)
+    return ridge, solve_ridge(split.fit.gram, split.fit.cross, ridge).m, {}
+
+
+def _shifts(
+    parts: tuple[RobustMoments, RobustMoments], sinks: SinkRule | None, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors for massive tokens: of all windows, and of those that are not held out.
+
+    Both are empty where there are no such tokens; the first stand in for the second where all of
+    them are held out.
+    """
+    shift, shift_part = mean_shift(parts[0] + parts[1], dtype), mean_shift(parts[0], dtype)
+    if shift is None or sinks is None:
+        return {}, {}
+    both = {"shift": shift, "sink_direction": sinks.direction.to(shift.device)}
+    return both, both if shift_part is None else {**both, "shift": shift_part}
 
 
 def sink_record(num_massive: int, sinks: SinkRule | None, *, used: bool) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """LinearPatch (arXiv 2505.24680): rescale every channel, as it is or after a Hadamard rotation.
 
 W = H diag(d) Hᵀ with d = mean|YH| / mean|XH| per channel over all counted tokens; H is the identity
-(`linearpatch-diag`) or a normalised Hadamard matrix (`linearpatch-rotate`). W = I + M is stored as
-a dense M in both cases, as the paper does, so that it can be trained further. The patch restores
-mean magnitudes; the relative error, which a few massive tokens rule, may rise although perplexity
-falls.
+(`linearpatch-diag`), or the normalised Hadamard matrix or what `rotation` puts in its place
+(`linearpatch-rotate`). W = I + M is stored as a dense M in both cases, as the paper does, so that
+it can be trained further. The patch restores mean magnitudes; the relative error, which a few
+massive tokens rule, may rise although perplexity falls.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..channel_moments import ChannelMoments
 from ..moments import SplitMoments
+from ..rotation import rotation_name, rotation_warnings
 from . import OperatorFit
 from .ghost import fit_errors
 
@@ -57,9 +58,14 @@ def fit_linearpatch(
         "dead_channels": total.num_dead(),
         "frobenius_norm": float(m.norm()),
     }
+    warnings: tuple[str, ...] = ()
+    if rotation is not None:
+        diagnostics["rotation"] = rotation_name(len(rotation))
+        warnings = rotation_warnings(len(rotation))
     return OperatorFit(
         name="linearpatch-diag" if rotation is None else "linearpatch-rotate",
         tensors=tensors,
         diagnostics=diagnostics,
         fit_part=fit_part,
+        warnings=warnings,
     )

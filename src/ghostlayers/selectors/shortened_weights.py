@@ -16,7 +16,8 @@ def select_shortened_taylor(context: ModelContext) -> Choice:
         The choice, with the scores. Ties go to the shallower layer.
 
     Raises:
-        UnsupportedModelError: If weights are offloaded or low-bit.
+        UnsupportedModelError: If weights are low-bit, or offloaded where layers cannot run one by
+            one.
         CalibrationError: If a score is not finite.
     """
     from ..weight_scores import taylor_scores
@@ -39,7 +40,7 @@ def select_shortened_magnitude(context: ModelContext) -> Choice:
         The choice, with the scores. Ties go to the shallower layer.
 
     Raises:
-        UnsupportedModelError: If weights are offloaded or low-bit.
+        UnsupportedModelError: If weights are low-bit.
         CalibrationError: If a score is not finite.
     """
     from ..weight_scores import magnitude_scores

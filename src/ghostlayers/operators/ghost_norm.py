@@ -1,0 +1,67 @@
+"""A linear map of the normalised state, y = x + RMSNorm(x) M: a layer that llama.cpp can run.
+
+M* = argmin Σ w ‖z M − Δ‖² + λ·tr(G)/C·‖M‖², z = RMSNorm(x), w = 1/max(‖x‖, ‖y‖)², over all tokens;
+λ is chosen as for `ghost-robust`. After the linear attention layer of Nemotron-NAS (Puzzle, arXiv
+2411.19146), there found by training.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..moments import BoundaryMoments, SplitMoments
+from ..norm_moments import NormMoments
+from . import OperatorFit
+from .ghost import antisymmetric_share, fit_warnings, solve_ridge, store_map
+from .ghost_robust import choose_ridge
+
+
+def fit_ghost_norm(
+    moments: SplitMoments[NormMoments],
+    *,
+    ridge: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+    rank: int | None = None,
+    by_rank: bool = True,
+) -> OperatorFit:
+    """Fit the operator on all counted tokens.
+
+    Args:
+        moments: Moments at the boundary.
+        ridge: Relative ridge λ; 0 chooses it on held-out windows.
+        dtype: Dtype in which the operator will be stored; the errors are those after rounding.
+        rank: Rank of M; None is full rank.
+        by_rank: Whether to report the error at other ranks.
+
+    Returns:
+        The fit: `m` (C, C), or `down` (C, r) and `up` (r, C); its spec holds `norm_eps`.
+    """
+    total, part, tried = moments.total, None, dict[float, float]()
+    parts = SplitMoments[BoundaryMoments](moments.boundary, moments.fit, moments.held_out)
+    if moments.fit.num_tokens and moments.held_out.num_tokens:
+        if ridge == 0.0:
+            ridge, part, tried = choose_ridge(moments.fit, moments.held_out)
+        else:
+            part = solve_ridge(moments.fit.gram, moments.fit.cross, ridge).m
+    solution = solve_ridge(total.gram, total.cross, ridge)
+    stored = store_map(
+        parts, solution.m, part, ridge=ridge, rank=rank, dtype=dtype, by_rank=by_rank
+    )
+    diagnostics = {
+        **stored.diagnostics,
+        "ridge": ridge,
+        "ridge_errors": {f"{value:g}": error for value, error in tried.items()},
+        "rank": solution.rank,
+        "condition": solution.condition,
+        "frobenius_norm": float(solution.m.norm()),
+        "antisymmetric_share": antisymmetric_share(solution.m),
+        "norm_eps": total.norm_eps,
+    }
+    return OperatorFit(
+        name="ghost-norm",
+        tensors=stored.tensors,
+        diagnostics=diagnostics,
+        warnings=tuple(fit_warnings(moments, diagnostics, total)),
+        spec={**stored.spec, "norm_eps": total.norm_eps},
+        fit_part=stored.fit_part,
+    )

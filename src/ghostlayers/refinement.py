@@ -1,0 +1,306 @@
+"""Refine closed-form repairs by a few gradient steps on what the model says.
+
+A closed form brings the hidden state behind a cut close to the dense one. What the model says
+weighs the directions of that state unequally, and a map of few numbers has to choose between them.
+Here the maps that a repair is made of, and nothing else, follow the Kullback-Leibler divergence
+from the dense model, over the windows that the guard does not hold out.
+
+With W the map's weight (I + M for an operator) and rms(W) the root mean square of its elements, the
+steps are those of Adam (Kingma and Ba, arXiv 1412.6980, algorithm 1) with the step length
+RATE·rms(W): scaling a map's input or output changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from . import distributed
+from .decoder import decoder_layers, frozen_copy, input_device, input_embeddings, share_tensors
+from .divergence import top_k_divergence
+from .guard import MIN_WINDOWS, first_changed_layer, guard_windows
+from .model_checks import evaluating
+from .modeling_ghostlayers import GhostOperator
+from .moments import held_out_windows
+from .operators import OperatorFit
+from .plan import Boundary, PruningPlan
+from .repairs import apply_repairs_, is_tested, without_held_out
+from .suffix import Suffix, SuffixScorer, fed
+from .sweep import batches_of
+from .teacher_logits import top_of
+from .trained_maps import TrainedMap, recording, take_gradients_, take_weights_of_first_
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TOP_K = 50
+# Length of a step at its peak, in root mean squares of the map's weight, and steps up to there.
+RATE = 7e-3
+WARMUP = 4
+REFINED = "-refined"
+Ladders = dict[Boundary, tuple[OperatorFit, ...]]
+
+
+@dataclass(frozen=True)
+class Refined:
+    """What a refinement came to.
+
+    Attributes:
+        ladders: The repairs, with the refined ones on top if they are better.
+        record: JSON values: steps, windows, divergences before and after, or why it was skipped;
+            None if it was not asked for.
+        notes: What the user should know.
+    """
+
+    ladders: Ladders
+    record: dict[str, Any] | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """Windows with what the dense model says on them.
+
+    Attributes:
+        ids: (B, T) batches.
+        log_probs: (B, T, K) each, float16.
+        tokens: (B, T, K) each, int32.
+        states: (B, T, C) each, what enters the first layer that runs; None if all of them run.
+    """
+
+    ids: list[Tensor]
+    log_probs: list[Tensor]
+    tokens: list[Tensor]
+    states: list[Tensor] | None
+
+    @classmethod
+    def of(cls, scorer: SuffixScorer, start: int) -> _Windows:
+        """Run the dense model once."""
+        model, size = scorer.model, scorer.batch_size
+        top_k = min(TOP_K, len(input_embeddings(model)))
+        with evaluating(model), scorer.keeping(model, [start]):
+            teacher = top_of(model, scorer.ids, top_k, size)
+        parts = (batches_of(part, size) for part in (scorer.ids, *teacher))
+        ids, log_probs, tokens = parts
+        return cls(ids, log_probs, tokens, scorer.states.get(start))
+
+
+@dataclass
+class _Student:
+    """The repaired model behind its first changed layer; its maps have weights of their own."""
+
+    suffix: Suffix
+    maps: dict[tuple[Boundary, str], TrainedMap] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, bare: Suffix, fits: Mapping[Boundary, OperatorFit]) -> _Student:
+        """Repair a bare suffix without the held-out windows; nothing given in is changed."""
+        model = share_tensors(bare.model)
+        apply_repairs_(model, bare.plan, {b: without_held_out(fit) for b, fit in fits.items()})
+        model = frozen_copy(model)
+        layers = decoder_layers(model)
+        student = cls(replace(bare, model=model))
+        for boundary, fit in fits.items():
+            for path in fit.weights:
+                before = layers[bare.plan.kept.index(boundary.start - 1)]
+                student._add(before.get_submodule(path.rpartition(".")[0]), boundary, path)
+            if fit.tensors:
+                layer, side = bare.plan.operator_site(boundary)
+                operator: Any = getattr(layers[layer], f"ghost_{side}")
+                for name in ("m", "down", "up"):
+                    if name in fit.tensors:
+                        student._add(_linear_of(operator, name), boundary, name, name == "m")
+        return student
+
+    def _add(
+        self, module: torch.nn.Module, boundary: Boundary, name: str, beside_identity: bool = False
+    ) -> None:
+        trained = TrainedMap.of(module, beside_identity=beside_identity)
+        self.maps[boundary, name] = trained
+
+    def logits(self, windows: _Windows, index: int) -> Tensor:
+        """Return (B, T, V) of a batch; gradients reach the outputs of the maps."""
+        model = self.suffix.model
+        ids = windows.ids[index].to(input_device(model))
+        feeding: Any = nullcontext()
+        if self.suffix.start is not None and windows.states is not None:
+            feeding = fed(decoder_layers(model)[0], windows.states[index])
+        with feeding:
+            result: Tensor = model(input_ids=ids, use_cache=False).logits
+        return result
+
+    def divergence(self, windows: _Windows, index: int) -> tuple[Tensor, int]:
+        """Return Σ D over the positions of a batch, in nats, and their number."""
+        logits = self.logits(windows, index)
+        teacher = (part[index].to(logits.device) for part in (windows.log_probs, windows.tokens))
+        return top_k_divergence(logits, *teacher).sum(), windows.ids[index].numel()
+
+    @torch.no_grad()
+    def mean_divergence(self, windows: _Windows) -> float:
+        """Return the mean of D over all positions, in nats."""
+        parts = [self.divergence(windows, index) for index in range(len(windows.ids))]
+        return math.fsum(float(total) for total, _ in parts) / sum(count for _, count in parts)
+
+    def fits(self, given: Mapping[Boundary, OperatorFit]) -> dict[Boundary, OperatorFit]:
+        """Add what the steps changed to the fits with and without the held-out windows."""
+        new = dict(given)
+        for (boundary, name), trained in self.maps.items():
+            new[boundary] = _changed(new[boundary], name, trained.change)
+        return new
+
+
+def _linear_of(operator: GhostOperator, name: str) -> torch.nn.Module:
+    module: torch.nn.Module = getattr(operator, "map" if name == "m" else name)
+    return module
+
+
+def _changed(fit: OperatorFit, name: str, change: Tensor) -> OperatorFit:
+    """Return a fit with a change added to a weight (stored layout) or a tensor (transposed)."""
+
+    def added(old: Mapping[str, Tensor], change: Tensor) -> dict[str, Tensor]:
+        if name not in old:
+            return dict(old)
+        value = old[name].float() + change.to(old[name].device)
+        return {**old, name: value.to(old[name].dtype)}
+
+    if name in fit.weights:
+        weights, part = added(fit.weights, change), added(fit.weights_part, change)
+        return replace(fit, weights=weights, weights_part=part)
+    tensors, part = added(fit.tensors, change.T), added(fit.fit_part, change.T)
+    return replace(fit, tensors=tensors, fit_part=part)
+
+
+def refine_repairs(
+    dense: PreTrainedModel,
+    pruned: PreTrainedModel,
+    plan: PruningPlan,
+    ladders: Ladders,
+    ids: Tensor,
+    *,
+    steps: int,
+    batch_size: int = 1,
+    seed: int = 0,
+    progress: bool = True,
+) -> Refined:
+    """Refine the most complex repair of every boundary, all of them together.
+
+    What the steps add to the repairs fitted without the held-out windows is added to those fitted
+    on all windows as well: one run of steps serves both. Every process of a session makes all
+    steps, which follow one another; the first one's result is that of all.
+
+    Args:
+        dense: The dense model; it is left as it is.
+        pruned: The pruned model without repairs; it is left as it is.
+        plan: The plan.
+        ladders: Fits of every boundary, the most complex first.
+        ids: (n, T) calibration windows that the fits are from.
+        steps: Steps, each on one batch.
+        batch_size: Windows per step.
+        seed: Seed of the order of the windows.
+        progress: Show a progress bar when standard error is a terminal.
+
+    Returns:
+        The ladders: the refined repairs stand on top, or nothing changes if the divergence on the
+        held-out windows has not fallen.
+    """
+    first = {boundary: ladder[0] for boundary, ladder in ladders.items() if ladder}
+    if not first:
+        return Refined(ladders, None)
+    reasons = distributed.gather_each(_obstacle(dense, first.values(), ids))
+    if reason := next(filter(None, reasons), None):
+        return Refined(ladders, {"steps": 0, "skipped": reason}, (f"not refined: {reason}.",))
+    start = first_changed_layer(plan, ladders)
+    with distributed.section(), distributed.alone():
+        scorers = _scorers(dense, ids, steps * batch_size, batch_size)
+        train, test = (_Windows.of(scorer, start) for scorer in scorers)
+        student = _Student.of(scorers[1].suffix(pruned, plan, start), first)
+        before = student.mean_divergence(test)
+        losses = _follow(student, train, steps, seed, progress=progress)
+        after = student.mean_divergence(test) if len(losses) == steps else math.inf
+    take_weights_of_first_(list(student.maps.values()))
+    record = {
+        "steps": steps,
+        "windows": len(scorers[0].ids),
+        "held_out_windows": len(scorers[1].ids),
+        "held_out_divergence_before": before,
+        "held_out_divergence_after": after if math.isfinite(after) else None,
+        "used": after < before,
+    }
+    record = distributed.same(record)
+    if not record["used"]:
+        return Refined(ladders, record)
+    refined = {}
+    for boundary, fit in student.fits(first).items():
+        # Relative errors and what else describes the fit are those of the closed form.
+        diagnostics = {**fit.diagnostics, "errors_of": fit.name}
+        top = replace(fit, name=fit.name + REFINED, diagnostics=diagnostics)
+        refined[boundary] = (top, *ladders[boundary])
+    return Refined({**ladders, **refined}, record)
+
+
+def _obstacle(dense: PreTrainedModel, fits: Iterable[OperatorFit], ids: Tensor) -> str | None:
+    """Say why nothing can be refined, or return None."""
+    if len(ids) < MIN_WINDOWS or not all(map(is_tested, fits)):
+        return f"fewer than {MIN_WINDOWS} calibration windows leave none to test the result on"
+    if any(parameter.is_meta for parameter in dense.parameters()):
+        return "a weight of the model is offloaded"
+    return None
+
+
+def _scorers(
+    dense: PreTrainedModel, ids: Tensor, count: int, batch_size: int
+) -> tuple[SuffixScorer, SuffixScorer]:
+    """Return what runs up to `count` windows to follow, and what runs those to test on."""
+    held_out = set(held_out_windows(len(ids)))
+    chosen = _spread([window for window in range(len(ids)) if window not in held_out], count)
+    follow, test = (
+        SuffixScorer(dense, part, batch_size=batch_size, progress=False)
+        for part in (ids[chosen], guard_windows(ids))
+    )
+    return follow, test
+
+
+def _spread(windows: list[int], count: int) -> list[int]:
+    """Take up to `count` of the windows, evenly spread."""
+    count = min(count, len(windows))
+    return [windows[index * len(windows) // count] for index in range(count)]
+
+
+def _follow(
+    student: _Student, windows: _Windows, steps: int, seed: int, *, progress: bool
+) -> list[float]:
+    """Make the steps; return the mean divergence before each, cut short where one is not finite."""
+    maps, losses = list(student.maps.values()), list[float]()
+    optimizer = torch.optim.Adam([{"params": [m.weight], "lr": RATE * m.scale} for m in maps])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_decay, steps=steps))
+    generator = torch.Generator().manual_seed(seed)
+    order: list[int] = []
+    bar = tqdm(total=steps, desc="refining", disable=None if progress else True, unit="step")
+    with bar, recording(maps):
+        while len(losses) < steps:
+            order = order or torch.randperm(len(windows.ids), generator=generator).tolist()
+            total, count = student.divergence(windows, order.pop())
+            loss = float(total.detach()) / count
+            if not math.isfinite(loss):
+                break
+            take_gradients_(total, maps, count)
+            optimizer.step()
+            schedule.step()
+            for trained in maps:
+                trained.write_()
+            losses.append(loss)
+            bar.update()
+    return losses
+
+
+def _decay(step: int, *, steps: int) -> float:
+    """Return the step length over its peak: linear warm-up, then a cosine down to nearly 0."""
+    return min(1.0, (step + 1) / WARMUP) * 0.5 * (1.0 + math.cos(math.pi * step / steps))

@@ -1,0 +1,87 @@
+"""`ghostlayers report`: one HTML file of comparisons, checkpoints and measurements."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError
+from .report_inputs import KNOWN
+
+DEFAULT_OUT = "report.html"
+
+
+def add_report_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
+    parser.add_argument("paths", nargs="+", metavar="PATH", help=f"{KNOWN}; any number of each")
+    parser.add_argument(
+        "-o",
+        "--out",
+        default=DEFAULT_OUT,
+        metavar="FILE",
+        help=f"HTML file to write (default: {DEFAULT_OUT})",
+    )
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
+
+
+def run_report(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str, Any]:
+    """Read the inputs, write the page, and say what is in it."""
+    from .commands import _check_json_target
+    from .report_page import check_report_packages, render
+
+    out = _check_out(args.out, force=args.force)
+    _check_json_target(args.json)
+    check_report_packages()
+    from .report_headline import title_of
+    from .report_inputs import read_inputs
+    from .report_studies import build_studies
+
+    studies = build_studies(read_inputs(args.paths))
+    page = render(studies)
+    _write(out, page)
+    for study in studies:
+        print(f"{study.model}: {title_of(study)}")
+        print(f"  {len(study.models)} models measured, {len(study.gaps)} refused or not run")
+    print(f"written to {out} ({len(page.encode('utf-8')) / 1e6:.1f} MB)")
+    return {
+        "out": str(out),
+        "models": [
+            {
+                "model": study.model,
+                "headline": title_of(study),
+                "measured": len(study.models),
+                "refused_or_not_run": [vars(gap) for gap in study.gaps],
+            }
+            for study in studies
+        ],
+    }
+
+
+def _check_out(target: str, *, force: bool) -> Path:
+    path = Path(target).expanduser()
+    if path.is_dir():
+        raise CheckpointError(f"--out {target!r} is a folder. Give a file name.")
+    if not path.resolve().parent.is_dir():
+        raise CheckpointError(f"--out {target!r}: its folder does not exist.")
+    if path.exists() and not force:
+        raise CheckpointError(f"--out {target!r} exists. Give another name, or --force.")
+    return path
+
+
+def _write(path: Path, page: str) -> None:
+    """Write a file in one step: it is there whole, or as it was."""
+    try:
+        with tempfile.TemporaryDirectory(dir=path.resolve().parent, prefix=".report") as folder:
+            new = Path(folder) / "page.html"
+            new.write_text(page, encoding="utf-8")
+            os.replace(new, path)
+    except OSError as error:
+        raise CheckpointError(
+            f"--out {str(path)!r} cannot be written: {error.strerror}."
+        ) from error
+
+
+__all__ = ["DEFAULT_OUT", "add_report_flags", "run_report"]

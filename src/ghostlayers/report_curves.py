@@ -1,0 +1,297 @@
+"""Pictures of quality: perplexity and accuracy against layers removed and against calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .report_data import Model, Study, Value, short_name, unique
+from .report_quantity import Getter, Quantity, dense_line, error_bars
+from .report_style import (
+    Mark,
+    Panel,
+    Picture,
+    Table,
+    axis,
+    spec,
+    text,
+)
+
+
+def quality_pictures(study: Study, looks: Mapping[str, Mark]) -> Iterator[Picture]:
+    """Draw perplexity on each text, then accuracy, then what the calibration changes."""
+    for index, label in enumerate(study.texts):
+        yield _quality(
+            study,
+            looks,
+            Quantity(f"perplexity-{index + 1}", f"Perplexity on {label}", _on(label)),
+        )
+    every = [study.dense, *study.models]
+    for metric in ("acc", "acc_norm"):
+        if any(model is not None and metric in model.accuracy for model in every):
+            yield _quality(study, looks, _accuracy(metric, every))
+    if len(study.calibrations) > 1 and any(not model.name for model in study.models):
+        yield from _sensitivity(study, looks)
+
+
+def _on(label: str) -> Getter:
+    return lambda model: model.perplexity.get(label)
+
+
+def _accuracy(metric: str, every: Sequence[Model | None]) -> Quantity:
+    tasks = next(model.tasks for model in every if model is not None and model.tasks)
+    names = [score["task"] for score in tasks["scores"]]
+    over = f"mean of {len(names)} tasks" if len(names) > 1 else names[0] if names else "no task"
+    title = f"Accuracy ({metric}), {over}"
+    return Quantity(metric, title, lambda model: model.accuracy.get(metric), percent=True)
+
+
+def _quality(study: Study, looks: Mapping[str, Mark], what: Quantity) -> Picture:
+    models = [model for model in study.models if what.of(model) is not None]
+    drawn = [model for model in study.main_models if what.of(model) is not None]
+    counted = {model.num_removed for model in drawn}
+    curves = len(counted - {None}) > 1
+    if curves:
+        drawn = [model for model in drawn if model.num_removed is not None]
+    values = what.numbers([study.dense, *drawn])
+    dense = None if study.dense is None else what.of(study.dense)
+    if curves:
+        panels = _curves(drawn, looks, what, dense, values)
+    elif drawn:
+        panels = [_dots(drawn, looks, what, dense, values)]
+    else:
+        panels = []
+    left_out = len(models) - len(drawn)
+    caption = "Marks: measured, with ± one standard error. Dashed line: the dense model. "
+    caption += "Higher is better." if what.percent else "Lower is better; the scale is logarithmic."
+    if curves:
+        caption += " One panel for each selector, on the same scale."
+    if left_out:
+        caption += f" {left_out} more in the table (other calibration, or layers not known)."
+    used = unique(model.operator_label for model in drawn) if curves else []
+    legend = [looks[name] for name in used if name in looks]
+    return Picture(
+        what.key, what.title, caption, panels, _table(study, models, what), legend, wide=curves
+    )
+
+
+def _curves(
+    models: Sequence[Model],
+    looks: Mapping[str, Mark],
+    what: Quantity,
+    dense: Value | None,
+    values: Sequence[float],
+) -> list[Panel]:
+    budgets = sorted({model.num_removed or 0 for model in models})
+    gap = min(b - a for a, b in zip(budgets, budgets[1:], strict=False))
+    panels = []
+    for selector in unique(model.selector or short_name(model.name) for model in models):
+        own = [m for m in models if (m.selector or short_name(m.name)) == selector]
+        labels = unique(model.operator_label for model in own)
+        data = [
+            _line(
+                [model for model in own if model.operator_label == label],
+                looks[label],
+                what,
+                0.05 * gap * (index - (len(labels) - 1) / 2),
+            )
+            for index, label in enumerate(labels)
+        ]
+        layout = {
+            "xaxis": axis(
+                "layers removed",
+                tickvals=budgets,
+                range=[budgets[0] - 0.6 * gap, budgets[-1] + 0.6 * gap],
+                showgrid=False,
+            ),
+            "yaxis": what.axis(values),
+            **dense_line(what, dense, "y"),
+        }
+        alt = f"{what.title} for {selector}: " + "; ".join(
+            f"{label} "
+            + ", ".join(
+                f"{what.show(what.of(m))} at {m.num_removed}"
+                for m in own
+                if m.operator_label == label
+            )
+            for label in labels
+        )
+        panels.append(Panel(spec(data, layout, 330), alt, selector))
+    return panels
+
+
+def _line(models: list[Model], mark: Mark, what: Quantity, shift: float) -> dict[str, Any]:
+    models = sorted(models, key=lambda model: model.num_removed or 0)
+    found = [what.of(model) for model in models]
+    known = [(model, value) for model, value in zip(models, found, strict=True) if value]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "x": [(model.num_removed or 0) + shift for model, _ in known],
+        "y": [what.scale * value.value for _, value in known],
+        "error_y": error_bars([value for _, value in known], what.scale),
+        "line": {"color": mark.color, "dash": mark.dash, "width": 2},
+        "marker": {"color": mark.color, "symbol": mark.symbol, "size": 9},
+        "customdata": [
+            f"{text(model.method)}<br>{model.num_removed} layers removed: {text(model.layers)}<br>"
+            f"{what.axis_title} {what.show(value)}"
+            for model, value in known
+        ],
+        "hovertemplate": "%{customdata}<extra></extra>",
+    }
+
+
+def _dots(
+    models: Sequence[Model],
+    looks: Mapping[str, Mark],
+    what: Quantity,
+    dense: Value | None,
+    values: Sequence[float],
+) -> Panel:
+    known = [(model, value) for model in models if (value := what.of(model)) is not None]
+    known.sort(key=lambda pair: pair[1].value, reverse=what.percent)
+    names = _row_names([model for model, _ in known])
+    data = []
+    for name, (model, value) in zip(names, known, strict=True):
+        mark = looks[model.operator_label]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "x": [what.scale * value.value],
+                "y": [name],
+                "error_x": error_bars([value], what.scale),
+                "marker": {"color": mark.color, "symbol": mark.symbol, "size": 12},
+                "hovertemplate": f"{name}<br>{what.show(value)}<extra></extra>",
+            }
+        )
+    line = dense_line(what, dense, "x")
+    corner = {"x": 0.01, "xref": "paper", "xanchor": "left", "yanchor": "bottom", "yshift": 7}
+    corner |= {"showarrow": False, "font": {"size": 11}}
+    notes = [
+        {**corner, "y": name, "text": f"{name}: {what.show(Value(value.value))}"}
+        for name, (_, value) in zip(names, known, strict=True)
+    ]
+    layout = {
+        "xaxis": what.axis(values, showgrid=True),
+        "yaxis": axis(
+            "",
+            range=[len(names) - 0.7, -0.9],
+            ticks="",
+            type="category",
+            showticklabels=False,
+            showgrid=False,
+        ),
+        "margin": {"l": 8, "r": 12, "t": 26, "b": 8},
+        "shapes": line.get("shapes", []),
+        "annotations": [*line.get("annotations", []), *notes],
+    }
+    alt = f"{what.title}: " + "; ".join(
+        f"{model.method} {what.show(value)}" for model, value in known
+    )
+    return Panel(spec(data, layout, 90 + 58 * len(known)), alt)
+
+
+def _row_names(models: Sequence[Model]) -> list[str]:
+    """Return a name for each model, all different."""
+    names: list[str] = []
+    for model in models:
+        below = f"−{model.num_removed}" if model.num_removed else ""
+        if model.name:
+            below = ", ".join(filter(None, [short_name(model.name), below]))
+        if model.selector is None:
+            name = text(short_name(model.name))
+        else:
+            name = text(f"{model.method} ({below})" if below else model.method)
+        twins = sum(other.split("\u200b")[0] == name for other in names)
+        names.append(name + "\u200b" * twins)
+    return names
+
+
+def _table(study: Study, models: Sequence[Model], what: Quantity) -> Table:
+    dense = None if study.dense is None else what.of(study.dense)
+    header = ["selector", "repair", "removed", "layers", "calibration"]
+    header += [what.axis_title, "difference" if what.percent else "ratio to dense"]
+    rows = []
+    if dense is not None:
+        rows.append(["dense", "–", "0", "none", "–", what.show(dense), "–"])
+    for model in models:
+        value = what.of(model)
+        assert value is not None  # only these are passed
+        rows.append(
+            [
+                model.selector or short_name(model.name),
+                model.operator_label or "–",
+                "–" if model.num_removed is None else str(model.num_removed),
+                model.layers,
+                model.calibration or "–",
+                what.show(value),
+                _against(what, model, value, dense),
+            ]
+        )
+    return Table(header, rows, f"{what.title}, ± standard error")
+
+
+def _against(what: Quantity, model: Model, value: Value, dense: Value | None) -> str:
+    if dense is None:
+        return "–"
+    if not what.percent:
+        return f"{value.value / dense.value:.3f}"
+    entry = ((model.tasks or {}).get("average") or {}).get(what.key) or {}
+    if entry.get("difference") is None:
+        return f"{100 * (value.value - dense.value):+.1f}"
+    spread = entry.get("difference_stderr")
+    own = "" if spread is None else f" ± {100 * spread:.1f}"
+    return f"{100 * entry['difference']:+.1f}{own}"
+
+
+def _sensitivity(study: Study, looks: Mapping[str, Mark]) -> Iterator[Picture]:
+    """Draw perplexity on the first text against the windows of each calibration text."""
+    if not study.texts or not study.budgets:
+        return
+    label, budget = study.texts[0], study.budgets[-1]
+    what = Quantity("sensitivity", f"Perplexity on {label}", _on(label))
+    cells = [m for m in study.models if not m.name and m.num_windows and what.of(m) is not None]
+    best = study.best(m for m in cells if m.num_removed == budget)
+    if best is None:
+        return
+    drawn = [m for m in cells if m.num_removed == budget and m.selector == best.selector]
+    counts = sorted({model.num_windows or 0 for model in drawn})
+    values = what.numbers([study.dense, *drawn])
+    dense = None if study.dense is None else what.of(study.dense)
+    panels = []
+    for source in unique(model.calibration_name for model in drawn):
+        own = [model for model in drawn if model.calibration_name == source]
+        data = []
+        for name in unique(model.operator_label for model in own):
+            chosen = [m for m in own if m.operator_label == name]
+            chosen.sort(key=lambda model: model.num_windows or 0)
+            line = _line(chosen, looks[name], what, 0.0)
+            line["x"] = [str(model.num_windows) for model in chosen]
+            data.append(line)
+        layout = {
+            "xaxis": axis(
+                "calibration windows",
+                type="category",
+                categoryorder="array",
+                categoryarray=[str(count) for count in counts],
+                showgrid=False,
+            ),
+            "yaxis": what.axis(values),
+            **dense_line(what, dense, "y"),
+        }
+        alt = f"Perplexity against windows of {source}, {best.selector}, {budget} layers removed."
+        panels.append(Panel(spec(data, layout, 320), alt, source))
+    yield Picture(
+        "sensitivity",
+        "What the calibration text changes",
+        f"Perplexity on {label} with {budget} layers removed by {best.selector}, against the "
+        "number of calibration windows. One panel for each calibration text, on the same scale.",
+        panels,
+        _table(study, drawn, what),
+        [looks[name] for name in unique(model.operator_label for model in drawn)],
+        wide=True,
+    )
+
+
+__all__ = ["quality_pictures"]

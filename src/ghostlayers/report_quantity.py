@@ -1,0 +1,77 @@
+"""A quality that pictures show: how it is read, scaled and written, and the dense model's line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .report_data import Model, Value
+from .report_style import GREY, axis, log_axis, with_error
+
+Getter = Callable[[Model], Value | None]
+
+
+class Quantity:
+    """Perplexity on a log axis, or accuracy in percent.
+
+    Attributes:
+        key: Part of the picture's identifier.
+        title: Heading.
+        of: Returns a model's value.
+        percent: Whether it is a share, shown in percent.
+    """
+
+    def __init__(self, key: str, title: str, of: Getter, *, percent: bool = False) -> None:
+        self.key, self.title, self.of, self.percent = key, title, of, percent
+        self.scale = 100.0 if percent else 1.0
+        self.axis_title = "accuracy, %" if percent else "perplexity"
+
+    def numbers(self, models: Sequence[Model | None]) -> list[float]:
+        """Return all values with their errors' ends."""
+        found = []
+        for model in models:
+            value = None if model is None else self.of(model)
+            if value is not None:
+                error = value.error or 0.0
+                ends = (value.value - error, value.value, value.value + error)
+                found += [self.scale * end for end in ends if self.percent or end > 0]
+        return found
+
+    def axis(self, values: Sequence[float], **changes: Any) -> dict[str, Any]:
+        """Return an axis around the values."""
+        if not self.percent:
+            return log_axis(self.axis_title, values, **changes)
+        pad = 0.06 * (max(values) - min(values)) + 0.5
+        return axis(self.axis_title, range=[min(values) - pad, max(values) + pad], **changes)
+
+    def show(self, value: Value | None) -> str:
+        """Write a value with its error for people."""
+        return with_error(value, self.scale, 1 if self.percent else 2)
+
+
+def error_bars(values: Sequence[Value], scale: float) -> dict[str, Any]:
+    """Return the error bars of values: ± one standard error."""
+    errors = [scale * (value.error or 0.0) for value in values]
+    return {"type": "data", "array": errors, "visible": True, "thickness": 1.4, "width": 4}
+
+
+def dense_line(what: Quantity, dense: Value | None, along: str) -> dict[str, Any]:
+    """Return shapes and annotations that mark the dense model on axis `along`, x or y."""
+    if dense is None:
+        return {}
+    place = what.scale * dense.value
+    other = "x" if along == "y" else "y"
+    line = {"color": GREY, "width": 1.5, "dash": "dash"}
+    ends = {f"{other}ref": "paper", f"{other}0": 0, f"{other}1": 1}
+    shape = {"type": "line", **ends, f"{along}0": place, f"{along}1": place, "line": line}
+    label = {"text": f"dense {what.show(Value(dense.value))}", "font": {"size": 11}}
+    corner = {"x": 0.01, "xref": "paper", "xanchor": "left", "yanchor": "bottom"}
+    if along == "x":
+        corner = {"y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
+    on_axis = place if what.percent else math.log10(place)
+    note = {**label, **corner, along: on_axis, "showarrow": False}
+    return {"shapes": [shape], "annotations": [note]}
+
+
+__all__ = ["Getter", "Quantity", "dense_line", "error_bars"]

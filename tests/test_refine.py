@@ -1,0 +1,252 @@
+"""Refinement: the repairs follow the divergence from the dense model, and only where that helps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import families
+import ghostlayers as gl
+from ghostlayers import guard, refinement
+from ghostlayers.decoder import decoder_layers, share_tensors
+from ghostlayers.fold_sites import find_fold_sites
+from ghostlayers.operators import OperatorFit
+from ghostlayers.plan import Boundary, PruningPlan
+from ghostlayers.refinement import refine_repairs
+from ghostlayers.repairs import apply_repairs_
+from ghostlayers.steps import cut
+from ghostlayers.trained_maps import TrainedMap, recording, take_gradients_
+from oracles import logits, random_ids, tiny_model
+
+
+class Adds(nn.Module):
+    """Stands for a removed layer: adds a linear map of what enters it."""
+
+    def __init__(self, matrix):
+        super().__init__()
+        self.matrix = matrix
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def forward(self, hidden_states, *_args, **_kwargs):
+        return hidden_states + hidden_states @ self.matrix
+
+
+def planted(family="llama", strength=0.03):
+    """Make the effect of layers 3 and 4 a linear map of the state that enters them.
+
+    The head is sharp, so that what the model samples depends on it.
+    """
+    model = tiny_model(family)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(8.0)
+    layers = decoder_layers(model)
+    generator = torch.Generator().manual_seed(0)
+    size = model.config.hidden_size
+    layers[3] = Adds(torch.zeros(size, size))
+    layers[4] = Adds(strength * torch.randn(size, size, generator=generator))
+    return model
+
+
+@torch.no_grad()
+def sampled(model, count, length=32, seed=0):
+    """Text that the model samples: its loss there is the lowest of all models."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 200, (count, 1), generator=generator)
+    while ids.shape[1] < length:
+        p = model(input_ids=ids, use_cache=False).logits[:, -1].float().softmax(dim=-1)
+        ids = torch.cat([ids, torch.multinomial(p, 1, generator=generator)], dim=1)
+    return ids
+
+
+def pruned(model, **settings):
+    settings = {"layers": "3-4", "recover": "ghost-robust", **settings}
+    if "windows" not in settings:
+        settings["windows"] = sampled(model, 16)
+    return gl.prune(model, progress=False, **settings)
+
+
+def divergence(model, dense):
+    """KL(dense || model) over the whole vocabulary, nats per position, on other windows."""
+    ids = sampled(dense, 4, seed=9)
+    found, wanted = (F.log_softmax(logits(m, ids).double(), dim=-1) for m in (model, dense))
+    return float(F.kl_div(found, wanted, log_target=True, reduction="none").sum(-1).mean())
+
+
+def refined(dense, fit, **settings):
+    """Refine one fit of the boundary [3, 5); return the outcome, and the model with its repair."""
+    plan = PruningPlan(6, (3, 4))
+    bare, ids = cut(dense, plan), sampled(dense, 32, length=48)
+    settings = {"steps": 30, "batch_size": 24, "progress": False, **settings}
+    ladders = {plan.boundaries[0]: (fit,)}
+    outcome = refinement.Refined(ladders, None)
+    if settings["steps"]:
+        outcome = refine_repairs(dense, bare, plan, ladders, ids, **settings)
+    model = share_tensors(bare)
+    apply_repairs_(model, plan, {b: ladder[0] for b, ladder in outcome.ladders.items()})
+    return outcome, model
+
+
+def operator(m):
+    return OperatorFit("ghost-robust", {"m": m}, {}, fit_part={"m": m.clone()})
+
+
+def folded(dense):
+    """The layer before the cut as it is: a fold that changes nothing yet."""
+    path = find_fold_sites(dense, 2).mlp.weight
+    weight = decoder_layers(dense)[2].get_parameter(path).detach()
+    same = {path: weight.clone()}
+    return OperatorFit("fold", {}, {}, weights=same, weights_part=dict(same))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+def test_a_map_that_is_shrunk_to_nothing_is_won_back(family):
+    """Least squares under a heavy ridge leaves nothing; the divergence asks for the effect."""
+    dense = planted(family)
+    size = dense.config.hidden_size
+    _, plain = refined(dense, operator(torch.zeros(size, size)), steps=0)
+    outcome, model = refined(dense, operator(torch.zeros(size, size)))
+    assert divergence(model, dense) < 0.8 * divergence(plain, dense)
+    record = outcome.record
+    assert record["used"] and (record["steps"], record["windows"]) == (30, 24)
+    assert record["held_out_divergence_after"] < 0.8 * record["held_out_divergence_before"]
+    ((first, second),) = outcome.ladders.values()
+    assert (first.name, second.name) == ("ghost-robust-refined", "ghost-robust")
+    assert torch.equal(first.tensors["m"], first.fit_part["m"])  # they started alike
+    # What was found is the planted map, as far as so few steps go.
+    wanted = decoder_layers(dense)[4].matrix
+    cosine = F.cosine_similarity(first.tensors["m"].flatten(), wanted.flatten(), dim=0)
+    assert cosine > 0.1  # by chance its standard deviation is 1/64
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_fold_is_refined(family):
+    dense = planted(family)
+    before = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
+    _, plain = refined(dense, folded(dense), steps=0)
+    outcome, model = refined(dense, folded(dense))
+    assert divergence(model, dense) < 0.9 * divergence(plain, dense)
+    ((first, second),) = outcome.ladders.values()
+    assert first.name == "fold-refined" and first.weights.keys() == second.weights.keys()
+    assert all(torch.equal(before[name], tensor) for name, tensor in dense.state_dict().items())
+
+
+def test_steps_are_deterministic_by_seed():
+    dense = planted()
+    fit, boundary = operator(torch.zeros(64, 64)), Boundary(3, 5)
+    runs = [
+        refined(dense, fit, steps=5, batch_size=6, seed=seed)[0].ladders[boundary]
+        for seed in (3, 3, 4)
+    ]
+    m = [ladder[0].tensors["m"] for ladder in runs]
+    assert torch.equal(m[0], m[1]) and not torch.equal(m[0], m[2])
+
+
+def test_what_does_not_lower_the_held_out_divergence_is_dropped(monkeypatch):
+    """Steps a thousand times too long destroy the model: nothing of them may stay."""
+    dense, fit = planted(), operator(torch.zeros(64, 64))
+    for rate in (10.0, float("inf")):
+        monkeypatch.setattr(refinement, "RATE", rate)
+        outcome, _ = refined(dense, fit, steps=6)
+        assert outcome.record["used"] is False
+        assert list(outcome.ladders.values()) == [(fit,)]
+    assert outcome.record["held_out_divergence_after"] is None
+
+
+def test_windows_are_no_more_than_the_steps_need():
+    outcome, _ = refined(planted(), operator(torch.zeros(64, 64)), steps=2, batch_size=3)
+    assert outcome.record["windows"] == 6 and outcome.record["held_out_windows"] == 8
+
+
+def test_no_step_is_bit_equal_to_the_closed_form():
+    dense = tiny_model()
+    ids = random_ids(4, 32)
+    plain, zero, some = (
+        gl.prune(dense, layers="3-4", recover="fold", windows=ids, progress=False, **more)
+        for more in ({"refine": 0}, {"refine": 0}, {"refine": 3})
+    )
+    assert plain.record["refinement"] is None and some.record["refinement"]["steps"] == 3
+    for a, b in zip(plain.model.parameters(), zero.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    tried = some.record["boundaries"][0]["guard"]["candidate"]
+    assert tried == ("fold-refined" if some.record["refinement"]["used"] else "fold")
+
+
+def test_a_refined_fold_is_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(guard, "MIN_RECOVERED", -math.inf)
+    monkeypatch.setattr(guard.Gain, "exceeds", lambda self, errors: True)
+    dense = planted()
+    result = gl.prune(
+        dense, layers="3-4", recover="fold", ridge=10.0, windows=sampled(dense, 8), progress=False
+    )
+    assert result.record["boundaries"][0]["operator"] == "fold-refined"
+    assert result.record["refinement"]["steps"] == 48
+    gl.save_pruned(result, tmp_path / "out")
+    again = gl.load_pruned(tmp_path / "out").model
+    assert torch.equal(logits(again, random_ids()), logits(result.model, random_ids()))
+
+
+def test_several_boundaries_low_rank_and_bfloat16():
+    dense = tiny_model().to(torch.bfloat16)
+    result = pruned(dense, layers="1,3", rank=4, refine=4)
+    assert result.record["refinement"]["steps"] == 4
+    ladders = {e["guard"]["candidate"] for e in result.record["boundaries"]}
+    wanted = "ghost-robust-refined" if result.record["refinement"]["used"] else "ghost-robust"
+    assert ladders == {wanted}
+    assert all(p.dtype == torch.bfloat16 for p in result.model.parameters())
+
+
+def test_gradients_of_maps_are_those_of_autograd():
+    """For a linear and a transposed map, used twice in one pass."""
+    from transformers.pytorch_utils import Conv1D
+
+    torch_state = torch.random.get_rng_state()
+    maps = [nn.Linear(5, 5, bias=False), Conv1D(5, 5)]
+    torch.random.set_rng_state(torch_state)
+    for module in maps:
+        module.requires_grad_(False)
+        trained = TrainedMap.of(module)
+        x = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
+        with recording([trained]):
+            loss = module(module(x).tanh()).square().sum()
+            take_gradients_(loss, [trained], 4)
+        module.weight.requires_grad_(True)
+        (module(module(x).tanh()).square().sum() / 4).backward()
+        torch.testing.assert_close(trained.weight.grad, module.weight.grad)
+
+
+@pytest.mark.parametrize("recover", ["ghost", "replaceme-lstsq", "linearpatch-diag", "none"])
+def test_published_methods_are_not_refined(recover):
+    with pytest.raises(gl.GhostlayersError, match=r"`refine` is 3 and `recover`.*ghost-robust"):
+        gl.PruneConfig(layers="3", recover=recover, refine=3)
+    assert gl.PruneConfig(layers="3", recover=recover).refine_steps == 0
+
+
+def test_wrong_values_are_refused_and_too_few_windows_are_said():
+    with pytest.raises(gl.GhostlayersError, match="`refine` is -1; allowed: 0 or more"):
+        gl.PruneConfig(layers="3", recover="fold", refine=-1)
+    result = pruned(planted(), refine=5, windows=random_ids(3, 32))
+    assert result.record["refinement"]["steps"] == 0
+    assert any("not refined" in line for line in result.warnings)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_neox", "mixtral", "falcon_h1"])
+def test_every_architecture_takes_the_steps(family):
+    """Where the lower layers cannot be left out, the whole model runs."""
+    dense = families.tiny_model(family)
+    depth = dense.config.get_text_config().num_hidden_layers
+    result = gl.prune(
+        dense,
+        layers=str(depth - 2),
+        recover="ghost-robust",
+        refine=2,
+        windows=random_ids(4, 24),
+        progress=False,
+    )
+    record = result.record["refinement"]
+    assert record["steps"] == 2 and math.isfinite(record["held_out_divergence_after"])
