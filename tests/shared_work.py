@@ -6,17 +6,17 @@ environment variables; each writes its result to FILE.RANK.
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
 import sys
-from pathlib import Path
+import tempfile
 
 import torch
 
 import ghostlayers as gl
 from ghostlayers import distributed
+from ghostlayers.layerwise import runs_layerwise
+from ghostlayers.loading import load_model, locate
+from ghostlayers.placement import Placement
+from ghostlayers.similarity import SEQUENCE
 from ghostlayers.weight_scores import taylor_scores
 from oracles import random_ids, tiny_model
 
@@ -24,8 +24,9 @@ PRUNE = {
     "ghost": {"layers": "2,5-6", "recover": "ghost"},
     "sequential": {"layers": "2,5-6", "fit": "sequential"},
     "linearpatch": {"layers": "2-3", "recover": "linearpatch-rotate"},
-    "fold": {"layers": "3-4", "recover": "fold"},
-    "fold+ghost": {"layers": "3-4", "recover": "fold+ghost"},
+    "norm": {"layers": "3-4", "recover": "ghost-norm"},
+    "fold": {"layers": "3-4", "recover": "fold", "refine": 6},
+    "fold+ghost": {"layers": "3-4", "recover": "fold+ghost", "refine": 6},
     "cosine": {"layers": "3-4", "recover": "replaceme-cosine"},
     "auto": {"num_remove": 2, "select": "auto"},
     "shortened-ppl": {"num_remove": 2, "select": "shortened-ppl", "recover": "none"},
@@ -60,13 +61,17 @@ def prune_case(name: str, ids: torch.Tensor, family: str = "llama") -> dict:
 
 
 def analysis_case(ids: torch.Tensor) -> dict:
-    found = gl.analyze(sink_model(), windows=ids, batch_size=2, progress=False)
+    common = {"windows": ids, "batch_size": 2, "progress": False}
+    found = gl.analyze(sink_model(), rank_errors="3-4", **common)
+    over = gl.analyze(sink_model(), cosine_over=SEQUENCE, **common)
     recover = found.recoverability
     return {
         "similarity": torch.from_numpy(found.similarity.matrix),
         "massive": found.scores.measured.massive,
         "after": None if recover is None else torch.from_numpy(recover.error_after),
         "selections": found.selections,
+        "ranks": found.rank_errors,
+        "over sequence": torch.from_numpy(over.similarity.matrix),
     }
 
 
@@ -81,6 +86,25 @@ def taylor_case(ids: torch.Tensor) -> dict:
     return {"taylor": scores, "one batch": single}
 
 
+def offloaded_case(ids: torch.Tensor) -> dict:
+    """Run a model on disk, layer by layer."""
+    with tempfile.TemporaryDirectory() as folder:
+        dense = sink_model()
+        dense.should_save_on_this_rank = bool  # transformers writes on the first process alone
+        dense.save_pretrained(f"{folder}/m")
+        source, places = locate(f"{folder}/m"), Placement({"": "disk"}, spill_folder=folder)
+        model = load_model(source, placement=places)
+        assert runs_layerwise(model)
+        common = {"windows": ids, "batch_size": 2, "progress": False}
+        pruned = gl.prune(model, None, num_remove=2, recover="ghost-robust", **common)
+        return {
+            "record": {k: v for k, v in pruned.record.items() if k != "config"},
+            "tensors": {str(b): dict(fit.tensors) for b, fit in pruned.fits.items()},
+            "losses": gl.perplexity(model, ids, batch_size=2, progress=False).window_losses,
+            "taylor": taylor_scores(model, ids[:, :16], range(8), batch_size=2, progress=False),
+        }
+
+
 def everything(families: tuple[str, ...] = ()) -> dict:
     """Run each method on 13 windows, some on fewer windows than there are processes."""
     ids, few = windows(13), windows(2)
@@ -91,6 +115,7 @@ def everything(families: tuple[str, ...] = ()) -> dict:
     found["losses"] = losses_case(ids)
     found["few losses"] = losses_case(few)
     found["taylor"] = taylor_case(ids)
+    found["offloaded"] = offloaded_case(ids)
     found["spread"] = distributed.spread(lambda item: item**2, range(7))
     for family in families:
         found[family] = [prune_case("ghost", ids, family), losses_case(ids, family)]
@@ -99,12 +124,13 @@ def everything(families: tuple[str, ...] = ()) -> dict:
 
 def some() -> dict:
     ids, few = windows(7), windows(2)
-    found = {name: prune_case(name, ids) for name in ("ghost", "sequential", "fold+ghost", "auto")}
+    found = {name: prune_case(name, ids) for name in ("ghost", "sequential", "norm", "fold+ghost")}
     found["few"] = prune_case("cosine", few)
     found["one"] = analysis_case(windows(1))
     found["analysis"] = analysis_case(ids)
     found["losses"] = losses_case(few)
     found["taylor"] = taylor_case(ids)
+    found["offloaded"] = offloaded_case(few)
     found["spread"] = distributed.spread(lambda item: item**2, range(2))
     return found
 
@@ -113,51 +139,6 @@ CASES = {
     "everything": lambda: everything(("gpt2", "gemma3_text", "mixtral", "gpt_neox")),
     "some": some,
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def launch(count: int, command: list, **environment: str) -> list[subprocess.Popen]:
-    """Start processes as a launcher does: by environment variables alone."""
-    port = str(free_port())
-    paths = [str(Path(gl.__file__).parents[1]), str(Path(__file__).parent)]
-    base = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "WORLD_SIZE": str(count),
-        **environment,
-    }
-    return [
-        subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-
-
-def outcome(processes: list[subprocess.Popen], timeout: float = 300) -> list[tuple[int, str, str]]:
-    """Wait for processes: status, stdout, stderr of each."""
-    found = []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=timeout)
-            found.append((process.returncode, out, err))
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-    return found
 
 
 if __name__ == "__main__":

@@ -11,12 +11,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ghostlayers import shared_sweep
+from ghostlayers import shared_sweep, spill
 from ghostlayers.channel_moments import ChannelMoments
 from ghostlayers.checkpoint import remove_left_over
+from ghostlayers.decoder import decoder_layers
 from ghostlayers.exact_sums import Running
+from ghostlayers.layerwise import runs_layerwise
+from ghostlayers.loading import load_model, locate
 from ghostlayers.moments import BoundaryMoments
-from shared_work import launch, outcome
+from ghostlayers.placement import Placement
+from ghostlayers.resume import resumable
+from ghostlayers.similarity import SimilarityAccumulator
+from ghostlayers.sweep import sweep
+from launched import launch, outcome
+from oracles import random_ids, tiny_model
 from tiny_checkpoints import listing
 
 
@@ -160,10 +168,50 @@ def test_a_shared_part_is_summed_once_and_comes_back_as_it_was():
     assert running.total.second.num_tokens == 40
     sums = running.total.channels["diag"].input_sums
     assert torch.allclose(sums, x.abs().sum(dim=(0, 1)), rtol=1e-14)
+    two = [Running(Shared.zeros) for _ in x]
+    for part, own in zip(x, two, strict=True):
+        own.add(part, 2.0 * part)
+    two[0].merge(two[1])
     saved = running.tensors()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in two[0].tensors().items())
     other.load({name: tensor.clone() for name, tensor in saved.items()})
     assert set(saved) == set(other.tensors())
     assert all(torch.equal(tensor, saved[name]) for name, tensor in other.tensors().items())
+
+
+@pytest.mark.parametrize("places", [None, {"": "disk"}])
+def test_a_sweep_goes_on_behind_its_last_batch_or_pass(places, tmp_path, monkeypatch):
+    tiny_model("llama").save_pretrained(tmp_path / "m")
+    model = load_model(locate(str(tmp_path / "m")), placement=Placement(places))
+    assert runs_layerwise(model) == (places is not None)
+    depth, ids = len(decoder_layers(model)), random_ids(6, 24, seed=7)
+    empty = {"input_ids": ids[:2], "attention_mask": torch.zeros_like(ids[:2])}
+    batches = [ids[:2], empty, ids[2:4], ids[4:]]
+    one = ids[:2].numel() * model.config.hidden_size * 4 * (depth + 4)
+    monkeypatch.setattr(spill.StateStore, "limit", property(lambda _: 3 * one))  # 3 + 1 batches
+    found = []
+    for stop in (None, 2, None):  # alone, interrupted at the third batch that counts, continued
+        similarity, seen = SimilarityAccumulator(depth), []
+        plain = similarity.update
+
+        def update(states, rows, stop=stop, seen=seen, plain=plain):
+            if len(seen) == stop:
+                raise Stopped
+            seen.append(rows.window.tolist())
+            plain(states, rows)
+
+        similarity.update = update
+        with resumable(tmp_path / "work" if found else None, 0.0):
+            try:
+                sweep(model, batches, [similarity], progress=False)
+            except Stopped:
+                found.append(None)
+                continue
+        found.append((similarity.running, seen))
+    (whole, every), _, (continued, last) = found
+    assert every == [[w] * 24 + [w + 1] * 24 for w in (0, 4, 6)] and last == every[2:]
+    assert torch.equal(continued.total.total, whole.total.total)
+    assert continued.total.num_tokens == ids.numel()
 
 
 def test_sums_do_not_depend_on_the_order():

@@ -275,10 +275,13 @@ def _save_from_memory(model: PreTrainedModel, folder: Path, max_shard_bytes: int
     own: Any = getattr(model, "generation_config", None)
     if own is not None:  # saving one is refused for sampling settings without do_sample
         model.generation_config = type(own)()
+    # transformers writes on the first process alone; each that comes so far has a model to write
+    vars(model)["should_save_on_this_rank"] = bool
     try:
         model.save_pretrained(folder, max_shard_size=max_shard_bytes)
     finally:
         model.generation_config = own
+        del vars(model)["should_save_on_this_rank"]
     if own is not None:
         own.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
 

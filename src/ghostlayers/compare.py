@@ -208,7 +208,7 @@ class Comparison:
     ) -> CellLine:
         recovery, model = repairer.repair(job, pruned, ladders)
         fits, plan = recovery.used, job.cut.plan
-        if self.config.save_checkpoints:
+        if self.config.save_checkpoints and (distributed.is_main() or not job.cut.weights):
             save_cell(self, job, recovery, model, repairer.settings(job))
         bare = self._bare(job) if not fits and job.operator != NO_OPERATOR else None
         if bare is not None:  # the guard left nothing: the model is that of another cell

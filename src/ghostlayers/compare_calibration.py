@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from . import distributed
 from .calibration import Windows
 from .compare_config import CompareConfig, short_names
 from .compare_results import CalibrationLine, ResultsFile
@@ -103,7 +104,7 @@ def _stored(
     path = scores_path(file, name, num_windows)
     if not any((line.name, line.num_windows) == (name, num_windows) for line in lines):
         return None
-    if not path.is_file():
+    if not distributed.everyone(path.is_file()):
         return None
     scores = load_scores(path)
     scores.check_model(model)
@@ -163,9 +164,11 @@ def _measure(
             measured = Measured(similarity.result(), norms.massive())
             settings = config.prune_config(num_remove=1, calibration=source, num_windows=n)
             found[n] = Scores.of(model, settings, made[n], measured)
-            path = scores_path(file, name, n)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            found[n].save(path, force=True)
+            with distributed.section():
+                if distributed.is_main():
+                    path = scores_path(file, name, n)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    found[n].save(path, force=True)
             seconds = time.perf_counter() - start
             _store(file, name, n, found[n], config, seconds)
     return found

@@ -15,9 +15,10 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,18 +126,25 @@ class SavedSweep:
     """The file of one sweep of this process; without a work folder nothing is read or written.
 
     Args:
-        key: JSON values that say of what the sums are.
+        key: Returns JSON values that say of what the sums are; called when there is a file to read
+            or to write, since it may read every weight.
     """
 
-    def __init__(self, key: Mapping[str, Any]) -> None:
+    def __init__(self, key: Callable[[], Mapping[str, Any]]) -> None:
         self.work = _open[0] if _open else None
+        self.key = key
         if self.work is None:
             return
         self.work.sweeps += 1
         own = f"{distributed.rank()}-of-{distributed.size()}"
         self.path = self.work.folder / f"sweep-{self.work.sweeps:04d}.{own}.safetensors"
-        text = json.dumps({**key, "process": own}, sort_keys=True)
-        self.digest = hashlib.sha256(text.encode()).hexdigest()
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the key and of this process' place."""
+        own = f"{distributed.rank()}-of-{distributed.size()}"
+        text = json.dumps({**self.key(), "process": own}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def load(self) -> tuple[int, dict[str, Tensor]]:
         """Return how many batches are in the sums, and the sums; 0 and nothing without a file."""

@@ -83,7 +83,7 @@ def run_sweep(
     """
     every = list(batches)
     with distributed.section():
-        saved = SavedSweep({**key(), "batches": _batches_sha256(every)} if _saves() else {})
+        saved = SavedSweep(lambda: {**key(), "batches": _batches_sha256(every)})
         done, tensors = saved.load()
         parts.load(tensors)
         part = part_of_sweep(every, done)
@@ -92,12 +92,6 @@ def run_sweep(
             if saved.due() and not part.idle:
                 saved.save(done + count, parts.tensors())
     parts.combine()
-
-
-def _saves() -> bool:
-    from . import resume
-
-    return bool(resume._open)
 
 
 def _batches_sha256(batches: Sequence[Batch]) -> str:
