@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,3 +92,10 @@ def fingerprint(model: PreTrainedModel) -> dict[str, str]:
         "config_sha256": config_sha256(model.config),
         "weights_sha256": weights_sha256(model),
     }
+
+
+def function_key(function: Callable[..., Any]) -> Any:
+    """Return JSON values that tell functions of this package apart, and their bound arguments."""
+    if isinstance(function, partial):
+        return [function_key(function.func), *function.args, function.keywords]
+    return function.__qualname__

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .errors import CalibrationError
 from .exact_sums import Running
-from .fingerprint import tensor_sha256
+from .fingerprint import function_key, tensor_sha256
 from .plan import Boundary
 from .shared_parts import Parts
 
@@ -204,13 +204,6 @@ def held_out_mask(rows: TokenRows, num_windows: int, window: int) -> Tensor:
     return rows.window % every == every - 1
 
 
-def _kind(zeros: Callable[..., Any]) -> Any:
-    """Return JSON values that say which moments a function makes."""
-    if isinstance(zeros, partial):
-        return [_kind(zeros.func), *zeros.args, zeros.keywords]
-    return zeros.__qualname__
-
-
 class MomentAccumulator:
     """Streams the moments of several boundaries in one sweep.
 
@@ -255,7 +248,7 @@ class MomentAccumulator:
         return {
             "moments": [str(boundary) for boundary in self.boundaries],
             "windows": [self.num_windows, self.window],
-            "kind": _kind(self.zeros),
+            "kind": function_key(self.zeros),
             "massive": None if self.massive is None else tensor_sha256(self.massive),
         }
 

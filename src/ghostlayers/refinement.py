@@ -32,7 +32,7 @@ from .modeling_ghostlayers import GhostOperator
 from .moments import held_out_windows
 from .operators import OperatorFit
 from .plan import Boundary, PruningPlan
-from .repairs import apply_repairs_, is_tested, without_held_out
+from .repairs import apply_repairs_, is_tested, with_change, without_held_out
 from .suffix import Suffix, SuffixScorer, fed
 from .sweep import batches_of
 from .teacher_logits import top_of
@@ -153,29 +153,13 @@ class _Student:
         """Add what the steps changed to the fits with and without the held-out windows."""
         new = dict(given)
         for (boundary, name), trained in self.maps.items():
-            new[boundary] = _changed(new[boundary], name, trained.change)
+            new[boundary] = with_change(new[boundary], name, trained.change)
         return new
 
 
 def _linear_of(operator: GhostOperator, name: str) -> torch.nn.Module:
     module: torch.nn.Module = getattr(operator, "map" if name == "m" else name)
     return module
-
-
-def _changed(fit: OperatorFit, name: str, change: Tensor) -> OperatorFit:
-    """Return a fit with a change added to a weight (stored layout) or a tensor (transposed)."""
-
-    def added(old: Mapping[str, Tensor], change: Tensor) -> dict[str, Tensor]:
-        if name not in old:
-            return dict(old)
-        value = old[name].float() + change.to(old[name].device)
-        return {**old, name: value.to(old[name].dtype)}
-
-    if name in fit.weights:
-        weights, part = added(fit.weights, change), added(fit.weights_part, change)
-        return replace(fit, weights=weights, weights_part=part)
-    tensors, part = added(fit.tensors, change.T), added(fit.fit_part, change.T)
-    return replace(fit, tensors=tensors, fit_part=part)
 
 
 def refine_repairs(

@@ -19,6 +19,7 @@ from . import distributed
 from .accumulators import Accumulator as Accumulator
 from .accumulators import SharedAccumulator
 from .accumulators import TokenRows as TokenRows
+from .accumulators import token_rows as token_rows
 from .decoder import base_model, check_ids, decoder_layers, input_device, text_config
 from .errors import CalibrationError, UnsupportedModelError
 from .shared_parts import Parts
@@ -83,19 +84,6 @@ def split_batch(batch: Batch) -> tuple[Tensor, Tensor | None]:
 def batches_of(windows: Tensor, batch_size: int) -> list[Tensor]:
     """Cut (n, T) windows into batches of at most `batch_size` windows."""
     return list(windows.split(batch_size)) if len(windows) else []
-
-
-def token_rows(ids: Tensor, mask: Tensor | None, first_window: int) -> tuple[TokenRows, Tensor]:
-    """Locate the counted tokens of a batch.
-
-    Returns:
-        The rows, and their indices (N,) into the flattened (B·T) batch.
-    """
-    counted = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-    flat = counted.flatten().nonzero().squeeze(1)
-    window = (flat // ids.shape[1]) + first_window
-    position = (counted.long().cumsum(dim=1) - 1).flatten()[flat]
-    return TokenRows(window=window, position=position), flat
 
 
 @dataclass(frozen=True)

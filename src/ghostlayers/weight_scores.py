@@ -96,7 +96,7 @@ def taylor_scores(
         CalibrationError: If ids are not in the vocabulary, or a score is not finite.
     """
     check_ids(model, ids)
-    if runs_layerwise(model):
+    if any(distributed.gather_each(runs_layerwise(model))):
         weights_of = partial(weight_matrices, model)
         parts = salience_layerwise(
             model, ids, layers, weights_of, batch_size=batch_size, progress=progress
