@@ -62,7 +62,7 @@ def test_sizes():
 
 
 def test_a_map_comes_from_a_file_or_the_text(tmp_path):
-    places = {"model.layers.0": 0, "": "disk"}
+    places = {"model.layers.0": 0, "model.layers.1": "disk"}
     (tmp_path / "map.json").write_text(json.dumps(places))
     assert parse_device_map(str(tmp_path / "map.json")) == places
     assert parse_device_map(json.dumps(places)) == places

@@ -27,6 +27,7 @@ from .operators import (
     check_size,
 )
 from .recovery import Recovery, recover_
+from .refinement import Refined, refine_repairs
 from .repairs import apply_repairs_
 from .suffix import SuffixScorer, first_state
 
@@ -172,7 +173,21 @@ class Repairer:
             )
             return repaired, model
         own = {boundary: ladders[job.operator, boundary] for boundary in plan.boundaries}
+        refined: Refined = Refined(own, None)
         verdict = None
+        if settings.refine_steps:
+            refined = refine_repairs(
+                self.model,
+                model,
+                plan,
+                own,
+                ids,
+                steps=settings.refine_steps,
+                batch_size=settings.batch_size,
+                seed=settings.seed,
+                progress=self.progress,
+            )
+            own = refined.ladders
         if job.operator in GUARDED:
             verdict = judge_repairs(
                 self.model,
@@ -184,8 +199,10 @@ class Repairer:
                 scorer=guard,
                 progress=self.progress,
             )
-        notes = plan_folds(self.model, plan, settings).warnings if job.operator in REPLACING else ()
-        recovery = Recovery(own, verdict, notes=notes)
+        notes = refined.notes
+        if job.operator in REPLACING:
+            notes = plan_folds(self.model, plan, settings).warnings
+        recovery = Recovery(own, verdict, notes=notes, refinement=refined.record)
         return replace(recovery, changed=apply_repairs_(model, plan, recovery.used)), model
 
     def forget(self) -> None:
@@ -219,6 +236,7 @@ def measured_line(
         boundaries=entries,
         guard=None if verdict is None else verdict.record,
         perplexity=compared(perplexity, dense.perplexity),
+        refinement=recovery.refinement,
         warnings=list(recovery.warnings),
         **whole,
     )

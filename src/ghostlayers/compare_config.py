@@ -9,12 +9,12 @@ from typing import Any
 from .budget_values import parse_quantity
 from .config import FITS, PruneConfig
 from .errors import GhostlayersError, unknown_name
-from .operators import NO_OPERATOR, RANKED, operator_names
+from .operators import GUARDED, NO_OPERATOR, RANKED, operator_names
 from .text_sources import check_source
 
 # Fields of `PruneConfig` that a comparison takes as they are, one value for the whole grid.
 SHARED_FIELDS = (
-    *("ridge", "rank", "fold_maps", "moments_device", "num_clusters", "plus"),
+    *("ridge", "rank", "refine", "fold_maps", "moments_device", "num_clusters", "plus"),
     *("score_windows", "score_window"),
     *("laco_layers", "laco_interval", "laco_range", "laco_threshold"),
     *("cosine_over", "protect_first", "protect_last"),
@@ -112,8 +112,9 @@ class CompareConfig:
             **settings: A budget, and `select`, `recover`, `fit`, `calibration`, `num_windows`.
         """
         shared = dict(self.shared)
-        if settings.get("recover", NO_OPERATOR) not in RANKED:
-            shared.pop("rank", None)
+        for name, operators in (("rank", RANKED), ("refine", GUARDED)):
+            if settings.get("recover", NO_OPERATOR) not in operators:
+                shared.pop(name, None)
         if "recover" not in settings:
             settings["recover"] = NO_OPERATOR
         return PruneConfig(**{**shared, **settings})

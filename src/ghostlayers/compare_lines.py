@@ -137,6 +137,7 @@ class CellLine:
         used: Operator at each boundary after the guard; `none` where there is none.
         boundaries: What a checkpoint's record says of each boundary: errors before and after, ...
         guard: What a checkpoint's record says of the guard; None without.
+        refinement: What a checkpoint's record says of the refinement; None without.
         perplexity: As in `DenseLine`, and `ratio` to the dense model, `log_ratio` and its
             `log_ratio_standard_error` over pairs of windows.
         tasks: As in `DenseLine`, compared with the dense model item by item.
@@ -157,6 +158,7 @@ class CellLine:
     used: list[str] = field(default_factory=list)
     boundaries: list[dict[str, Any]] = field(default_factory=list)
     guard: dict[str, Any] | None = None
+    refinement: dict[str, Any] | None = None
     perplexity: dict[str, dict[str, Any]] = field(default_factory=dict)
     tasks: dict[str, Any] | None = None
     speed: dict[str, Any] | None = None

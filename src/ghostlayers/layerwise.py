@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from .decoder import base_model, decoder_layers, input_device, input_embeddings, text_config
 from .errors import UnsupportedModelError
 from .model_checks import LOW_PRECISION, evaluating
-from .offload import is_offloaded, loaded
+from .offload import is_offloaded, loaded, replaced_forwards
 from .spill import StateStore
 from .sweep import capture, hidden_state
 
@@ -34,20 +34,6 @@ PROBE_TOKENS = 12
 EMBEDDINGS = "embeddings"
 VERDICT = "_ghostlayers_layerwise"
 PROBE_ERRORS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
-
-
-@contextmanager
-def _forwards(changes: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Replace the forward of modules; what accelerate put there before comes back."""
-    with ExitStack() as stack:
-        for module, forward in changes.items():
-            before = vars(module).get("forward")
-            if before is None:
-                stack.callback(delattr, module, "forward")
-            else:
-                stack.callback(setattr, module, "forward", before)
-            module.forward = forward
-        yield
 
 
 class _Skipping:
@@ -149,7 +135,7 @@ class LayerPass:
         if is_offloaded(self.embedding):
             routes[self.embedding] = partial(self._embed, self.embedding.forward)
         self._stack.enter_context(evaluating(self.model))
-        self._stack.enter_context(_forwards(routes))
+        self._stack.enter_context(replaced_forwards(routes))
         return self
 
     def __exit__(self, *details: object) -> None:

@@ -7,7 +7,7 @@ a module whose weights change is taken out of the offloading.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -113,3 +113,17 @@ def largest_bytes(modules: Iterable[nn.Module]) -> int:
     """Return the size of the largest of some modules' parameters together, in bytes."""
     sizes = [sum(p.numel() * p.element_size() for p in m.parameters()) for m in modules]
     return max(sizes, default=0)
+
+
+@contextmanager
+def replaced_forwards(changes: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Replace the forward of modules; what accelerate put there before comes back."""
+    with ExitStack() as stack:
+        for module, forward in changes.items():
+            before = vars(module).get("forward")
+            if before is None:
+                stack.callback(delattr, module, "forward")
+            else:
+                stack.callback(setattr, module, "forward", before)
+            module.forward = forward
+        yield

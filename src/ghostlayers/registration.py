@@ -2,17 +2,18 @@
 
 `import ghostlayers` must not import torch, yet `AutoModelForCausalLM.from_pretrained(OUT)`
 must work after it. If transformers' auto classes are loaded already, the model type is registered
-at once; otherwise when they are first imported.
+at once; otherwise right after the import that first brings them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 
 AUTO_CLASSES = "transformers.models.auto.configuration_auto"
@@ -26,24 +27,38 @@ def register() -> None:
 
 
 class _RegisterAfterImport(MetaPathFinder):
-    """Finds transformers' auto classes as usual, and registers once they are imported."""
+    """Finds transformers' modules as usual; registers when an import leaves the auto classes.
+
+    transformers' modules import one another in circles, so the modeling file can be imported only
+    once no module of theirs is half done: after the outermost of them.
+    """
+
+    def __init__(self) -> None:
+        self.running = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != AUTO_CLASSES or self not in sys.meta_path:
+        if fullname.partition(".")[0] != "transformers":
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        others = (finder for finder in sys.meta_path if finder is not self)
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                register()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            execute = partial(self._execute, spec.loader.exec_module)
+            spec.loader.exec_module = execute  # type: ignore[method-assign]
         return spec
+
+    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        depth = getattr(self.running, "depth", 0)
+        self.running.depth = depth + 1
+        try:
+            execute(module)
+        finally:
+            self.running.depth = depth
+        if not depth and AUTO_CLASSES in sys.modules and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            register()
 
 
 def arrange_registration() -> None:

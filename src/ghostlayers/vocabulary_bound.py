@@ -120,7 +120,7 @@ def vocabulary_bound(scorer: SuffixScorer, states: Sequence[int]) -> VocabularyB
         return None
     low = model.dtype in LOW_PRECISION
     small = _rows(head, tokens)
-    targets = torch.searchsorted(tokens, scorer.ids.cpu())
+    targets = torch.searchsorted(tokens, scorer.ids.cpu().contiguous())
     try:
         tail = remove_layers_(share_tensors(model), range(len(decoder_layers(model)) - 1))
     except UnsupportedModelError:
