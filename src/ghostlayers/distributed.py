@@ -287,8 +287,7 @@ def spread(function: Callable[[ItemT], ResultT], items: Sequence[ItemT]) -> list
 
     Args:
         function: Its results are pickled; it must write nothing that another one writes.
-        items: The same on all processes. They are dealt out in turn, so that neighbours, which
-            often cost alike, go to different processes.
+        items: The same on all processes; neighbours, which often cost alike, go to different ones.
 
     Returns:
         All results in the order of the items, on every process.

@@ -211,8 +211,7 @@ class MomentAccumulator:
         boundaries: Boundaries to measure.
         num_windows: Number of windows that the sweep will see; decides the held-out split.
         window: Longest window in tokens, for the split of a single window.
-        device: Where to keep the moments; None keeps them where the states are, or on the CPU
-            if that device has no float64.
+        device: Where to keep the moments; None: where the states are, or the CPU (no float64).
         massive: (N,) bool, the massive tokens in the order of the sweep; with it the moments are
             `RobustMoments`.
         zeros: Makes the empty moments of a hidden size and a device, if an operator needs others.
