@@ -141,6 +141,7 @@ class BoundaryRuns:
             for done, batch in self._passes(teacher, student, paths, batches, part):
                 consume(replace(batch, token=token))
                 token += len(batch.rows.window)
+                del batch  # no state outlives its batch
                 yield done
 
         models = [teacher] if student is None else [teacher, student.model]
