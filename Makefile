@@ -12,13 +12,14 @@ BIN = $(VENV)/bin
 # The first release of the range in pyproject.toml; `make test-oldest` also tests the newest.
 OLDEST_TRANSFORMERS ?= 5.9.0
 OLDEST_VENV ?= .venv-oldest
-TEST_MOST = -m pytest -m "not real_model"
+TEST_MOST = -m pytest -m "not real_model and not slow"
 
-.PHONY: architectures demo test test-oldest lint clean help
+.PHONY: architectures demo test test-slow test-oldest lint clean help
 
 help:
 	@echo "make demo   prune a real small model on this machine; about 3 minutes"
-	@echo "make test   linters, type checker and all tests"
+	@echo "make test   linters, type checker and the tests"
+	@echo "make test-slow  tests that take minutes each"
 	@echo "make test-oldest  tests on the oldest and the newest supported transformers"
 	@echo "make architectures  every causal-LM class of transformers against the table in docs"
 	@echo "make clean  remove the virtual environments and the demo's output"
@@ -55,7 +56,11 @@ lint: $(VENV)/.dev
 
 # A process per core; the tests of a file stay together, since they share what they measure.
 test: lint
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile
+
+# Every configuration on a real model; pages in a browser and serving engines where they are there.
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow -n auto --dist loadfile
 
 architectures: $(VENV)/.dev
 	cd tests && ../$(BIN)/python architectures.py --check

@@ -51,6 +51,7 @@ class TestBos:
             plain = tiny_tokenizer()("abc", add_special_tokens=False).input_ids
             assert harness.tok_encode("abc") == [1] * template + plain
 
+    @pytest.mark.slow
     @pytest.mark.real_model
     def test_gemma_needs_it(self, shared):
         """2048 tokens of plain English in windows of 256: many times worse without BOS."""

@@ -200,6 +200,20 @@ class TestGoesOn:
         assert len(measured) <= len(before) - kept
         assert run(*args)[0] == 0 and len(path.read_bytes().splitlines()) == len(before)
 
+    @pytest.mark.parametrize("selector", ["greedy-ppl", "shortened-magnitude"])
+    def test_a_stored_ranking_is_not_made_again(self, folder, run, tmp_path, monkeypatch, selector):
+        changes = {"select": selector, "num-remove": "1,2", "recover": "none", "num-windows": "4"}
+        args = grid(folder, tmp_path / "o", **{**SMALL, **changes})
+        assert run(*args)[0] == 0
+        path = tmp_path / "o" / "results.jsonl"
+        before = read_results(tmp_path / "o").cuts
+        lines = path.read_bytes().splitlines(keepends=True)
+        first = next(i for i, line in enumerate(lines) if b'"kind": "cut"' in line)
+        path.write_bytes(b"".join(lines[: first + 1]))
+        monkeypatch.setattr("ghostlayers.compare_cuts.choose_layers", None)
+        assert run(*args)[0] == 0
+        assert [x.layers for x in read_results(tmp_path / "o").cuts] == [x.layers for x in before]
+
     def test_a_damaged_line_is_named(self, folder, run, tmp_path):
         args = grid(folder, tmp_path / "o", **SMALL)
         (tmp_path / "o").mkdir()

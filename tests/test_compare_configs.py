@@ -42,6 +42,7 @@ def test_smoke(run, config, tiny, tmp_path):
     check_smoke(run, config, tiny, tmp_path / "o")
 
 
+@pytest.mark.slow
 @pytest.mark.real_model
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_smoke_of_a_real_model(run, config, tmp_path):

@@ -172,18 +172,21 @@ class CutFinder:
     def _ranking(
         self, calibration: Calibration, selector: str
     ) -> tuple[list[int], dict[str, Any]] | None:
+        """Rank the layers by a cut that is stored, or let the selector rank them."""
+        most, place = max(self.config.num_remove), _place(calibration)
+        for line in self.file.results.cuts:
+            if (line.calibration, line.num_windows, line.selector) == (*place, selector):
+                ranked = _ranked(selector, line.selection) if line.selection else []
+                if len(ranked) >= most:
+                    return ranked, line.selection or {}
         try:
-            record = self._call(calibration, selector, max(self.config.num_remove)).selection
+            record = self._call(calibration, selector, most).selection
         except DistributedError:
             raise
         except GhostlayersError:
             return None  # the largest budget is refused: each is asked for by itself
         assert record is not None
-        if selector in IN_ORDER:
-            return [step["layer"] for step in record["order"]], record
-        by = RANKED_BY[selector]
-        ranked = sorted(record["scores"], key=lambda entry: (entry[by], entry["layer"]))
-        return [entry["layer"] for entry in ranked], record
+        return _ranked(selector, record), record
 
     def _call(self, calibration: Calibration, selector: str, budget: int) -> Selection:
         settings = self._settings(calibration, selector, budget)
@@ -209,6 +212,15 @@ class CutFinder:
             calibration=calibration.source,
             num_windows=calibration.num_windows,
         )
+
+
+def _ranked(selector: str, record: dict[str, Any]) -> list[int]:
+    """Return the layers in the order in which a selector removes them."""
+    if selector in IN_ORDER:
+        return [step["layer"] for step in record["order"]]
+    by = RANKED_BY[selector]
+    ordered = sorted(record["scores"], key=lambda entry: (entry[by], entry["layer"]))
+    return [entry["layer"] for entry in ordered]
 
 
 def _place(calibration: Calibration) -> tuple[str, int]:
