@@ -17,7 +17,7 @@ TEST_MOST = -m pytest -m "not real_model and not slow"
 .PHONY: architectures demo test test-slow test-oldest lint clean help
 
 help:
-	@echo "make demo   prune a real small model on this machine; about 3 minutes"
+	@echo "make demo   prune a real small model on this machine and draw a report; a few minutes"
 	@echo "make test   linters, type checker and the tests"
 	@echo "make test-slow  tests that take minutes each"
 	@echo "make test-oldest  tests on the oldest and the newest supported transformers"

@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 import ghostlayers as gl
 from ghostlayers.decoder import decoder_layers
 from ghostlayers.loading import load_model, load_tokenizer, locate
+from ghostlayers.model_card import model_card
 from oracles import FAMILIES, logits, random_ids, reload, tiny_model
 from tiny_checkpoints import listing, save_tiny, tiny_tokenizer
 
@@ -265,6 +266,18 @@ def test_record_and_model_card(dense, tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\n") and "3-4,6" in card and "trust_remote_code" in card
     assert "base_model" not in card  # a local path is no Hub id
+
+
+def test_model_card_says_how_a_repair_was_refined(dense, tmp_path):
+    prune_folder(dense, tmp_path / "out", "ghost")
+    record = json.loads((tmp_path / "out" / "ghostlayers.json").read_text())
+    entry = {**record["boundaries"][0], "operator": "fold", "weights": ["mlp.down_proj.weight"]}
+    card = model_card({**record, "boundaries": [entry]})
+    assert "without training" in card and "closed form, not trained" in card
+    refined = {"boundaries": [{**entry, "operator": "fold-refined"}], "refinement": {"steps": 48}}
+    card = model_card({**record, **refined})
+    assert "its repair refined by 48 gradient steps." in card
+    assert "without training" not in card and "not trained" not in card
 
 
 # Complete or not at all.

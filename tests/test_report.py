@@ -1,6 +1,7 @@
 """What a report says equals what was measured; bad input is one line; nothing is markup."""
 
 import json
+import math
 import re
 import sys
 from html.parser import HTMLParser
@@ -22,6 +23,7 @@ from report_samples import (
     influence,
     layers_of,
     similarity,
+    windows,
     write_analysis,
     write_checkpoint,
     write_comparison,
@@ -215,6 +217,45 @@ def test_checkpoints_evaluations_and_analyses_combine(tmp_path):
     }
     assert page.tables["How far the similarity reaches"][1][1] == "0.8123"
     assert "Speed was not measured" in text
+
+
+def test_every_text_of_one_eval_is_shown(tmp_path):
+    one = write_checkpoint(tmp_path / "one")
+    file = write_evaluation(tmp_path / "eval.json", {"org/model": 20.0, str(one): 31.5})
+    value = json.loads(file.read_text())
+    for result, other in zip(value["results"], (40.0, 50.0), strict=True):
+        first = {key: result[key] for key in (*windows("c4", 2), "perplexity", "window_losses")}
+        losses = [math.log(other)] * 2
+        second = {**windows("wiki", 2), "perplexity": other, "window_losses": losses}
+        result["texts"] = [first, second]
+    file.write_text(json.dumps(value))
+    page = Page(report(tmp_path, one, file))
+    found = {text: page.tables[f"Perplexity on {text}, 2 × 256 tokens"] for text in ("c4", "wiki")}
+    assert [row[6] for row in found["c4"][2:]] == ["1.575"]
+    assert [row[6] for row in found["wiki"][2:]] == ["1.250"]
+    value["results"][1]["texts"][1]["perplexity"] = -2.0
+    file.write_text(json.dumps(value))
+    with pytest.raises(CheckpointError, match="a perplexity is -2"):
+        read_inputs([str(file)])
+
+
+@pytest.mark.parametrize(
+    ("used", "said"),
+    [
+        ("ghost-robust", "without training"),
+        ("ghost-robust-refined", "the repair alone refined by gradient steps"),
+    ],
+)
+def test_a_refined_repair_is_not_said_to_be_without_training(tmp_path, used, said):
+    one = write_checkpoint(tmp_path / "one")
+    record = json.loads((one / "ghostlayers.json").read_text())
+    for boundary in record["boundaries"]:
+        boundary["operator"] = used
+    (one / "ghostlayers.json").write_text(json.dumps(record))
+    results = write_evaluation(tmp_path / "eval.json", {"org/model": 20.0, str(one): 31.5})
+    text = report(tmp_path, one, results)
+    assert said in text
+    assert ("without training" in text) is (said == "without training")
 
 
 def test_the_same_sweep_given_twice_is_drawn_once(tmp_path):

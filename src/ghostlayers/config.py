@@ -93,8 +93,8 @@ class PruneConfig:
     refine: int | None = _option(
         None,
         "gradient steps, one batch each, by which the repair follows the divergence from "
-        "the dense model (ghost-robust, fold, fold+ghost); 0 = closed form alone (default: 48 for "
-        "fold and fold+ghost, else 0)",
+        "the dense model (ghost-robust, ghost-norm, fold, fold+ghost); 0 = closed form alone "
+        "(default: 48 for fold and fold+ghost, else 0)",
     )
     fit: str = _option(
         "dense",

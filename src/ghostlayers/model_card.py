@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from .operators import REFINED
 from .plan import format_layers
 from .records import has_operators
 
@@ -42,7 +43,7 @@ def model_card(record: dict[str, Any]) -> str:
         "",
         f"{len(removed)} of {depth} decoder layers were removed from "
         f"{f'[{base}](https://huggingface.co/{base})' if is_hub_id else 'the dense model'} by "
-        f"ghostlayers, {'then distilled' if 'finetune' in record else 'without training'}.",
+        f"ghostlayers, {_training(record)}.",
         "",
         f"- Removed layers (0-based, dense model): {format_layers(removed)}",
         f"- Kept layers: {format_layers(record['kept'])}",
@@ -83,7 +84,7 @@ def _what_was_repaired(record: dict[str, Any]) -> list[str]:
         ]
     if folded := any(entry.get("weights") for entry in record["boundaries"]):
         lines += [
-            f"Layers before a cut have new weights ({_how(record)}, not trained): the maps "
+            f"Layers before a cut have new weights ({_how(record)}): the maps "
             "named in `ghostlayers.json`."
             + ("" if operators else " Nothing was added: this is a stock checkpoint."),
             "",
@@ -130,7 +131,25 @@ def _budget_line(record: dict[str, Any]) -> list[str]:
 
 def _how(record: dict[str, Any]) -> str:
     cosine = record["recover"] == "replaceme-cosine"
-    return "one linear map found by an optimiser" if cosine else "refitted in closed form"
+    if cosine:
+        return "one linear map found by an optimiser"
+    steps = _refined_steps(record)
+    refined = f"then refined by {steps} gradient steps" if steps else "not trained"
+    return f"refitted in closed form, {refined}"
+
+
+def _training(record: dict[str, Any]) -> str:
+    if "finetune" in record:
+        return "then distilled"
+    steps = _refined_steps(record)
+    return f"its repair refined by {steps} gradient steps" if steps else "without training"
+
+
+def _refined_steps(record: dict[str, Any]) -> int:
+    """Return the gradient steps behind the repairs that were kept; 0 if none is refined."""
+    if not any(entry["operator"].endswith(REFINED) for entry in record["boundaries"]):
+        return 0
+    return int(record["refinement"]["steps"])
 
 
 def _calibration_line(record: dict[str, Any]) -> list[str]:

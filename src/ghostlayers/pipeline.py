@@ -179,8 +179,9 @@ def prune(
         tokenizer: Its tokenizer; needed unless `windows` are given.
         config: Settings; or give them as keyword arguments of `PruneConfig`.
         windows: Calibration windows, (n, T) int64 ids; None makes those the settings ask for.
-        scores: From `load_scores`: no first sweep is run. Keyword settings that are not given are
-            those of the scores, the windows too; a `config` gives all of them.
+        scores: From `load_scores` or `Analysis.scores`: no first sweep is run. Keyword settings
+            that are not given are those of the scores, the windows too; a `config` gives all of
+            them.
         source: Where the weights lie that will be copied: `target_bytes` counts them as stored.
             None counts the bytes in memory.
         progress: Show progress bars when standard error is a terminal.

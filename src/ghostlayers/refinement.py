@@ -30,7 +30,7 @@ from .guard import MIN_WINDOWS, first_changed_layer, guard_windows
 from .model_checks import evaluating
 from .modeling_ghostlayers import GhostOperator
 from .moments import held_out_windows
-from .operators import OperatorFit
+from .operators import REFINED, OperatorFit
 from .plan import Boundary, PruningPlan
 from .repairs import apply_repairs_, is_tested, with_change, without_held_out
 from .suffix import Suffix, SuffixScorer, fed
@@ -45,7 +45,6 @@ TOP_K = 50
 # Length of a step at its peak, in root mean squares of the map's weight, and steps up to there.
 RATE = 7e-3
 WARMUP = 4
-REFINED = "-refined"
 Ladders = dict[Boundary, tuple[OperatorFit, ...]]
 
 

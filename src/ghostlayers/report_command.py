@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError
 from .report_inputs import KNOWN
+
+if TYPE_CHECKING:
+    from .report_data import Study
 
 DEFAULT_OUT = "report.html"
 
@@ -30,22 +34,17 @@ def add_report_flags(parser: argparse.ArgumentParser) -> None:
 def run_report(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str, Any]:
     """Read the inputs, write the page, and say what is in it."""
     from .commands import _check_json_target
-    from .report_page import check_report_packages, render
 
-    out = _check_out(args.out, force=args.force)
+    _check_out(args.out, force=args.force)
     _check_json_target(args.json)
-    check_report_packages()
+    studies = write_report(args.paths, args.out, force=args.force)
     from .report_headline import title_of
-    from .report_inputs import read_inputs
-    from .report_studies import build_studies
 
-    studies = build_studies(read_inputs(args.paths))
-    page = render(studies)
-    _write(out, page)
+    out = Path(args.out).expanduser()
     for study in studies:
         print(f"{study.model}: {title_of(study)}")
         print(f"  {len(study.models)} models measured, {len(study.gaps)} refused or not run")
-    print(f"written to {out} ({len(page.encode('utf-8')) / 1e6:.1f} MB)")
+    print(f"written to {out} ({out.stat().st_size / 1e6:.1f} MB)")
     return {
         "out": str(out),
         "models": [
@@ -58,6 +57,33 @@ def run_report(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str,
             for study in studies
         ],
     }
+
+
+def write_report(paths: Sequence[str], out: str, *, force: bool = False) -> list[Study]:
+    """Write one HTML page of comparisons, checkpoints and measurements.
+
+    Args:
+        paths: Folders of `compare`, checkpoints, and JSON files of `eval`, `analyze` and `prune`.
+        out: HTML file to write; it appears when it is complete.
+        force: Replace it if it exists.
+
+    Returns:
+        What the page shows, one study for each dense model.
+
+    Raises:
+        CheckpointError: If an input is none of these or damaged, or `out` cannot be written.
+        RequirementError: If plotly or jinja2 is not installed.
+    """
+    from .report_page import check_report_packages, render
+
+    target = _check_out(out, force=force)
+    check_report_packages()
+    from .report_inputs import read_inputs
+    from .report_studies import build_studies
+
+    studies = build_studies(read_inputs(paths))
+    _write(target, render(studies))
+    return studies
 
 
 def _check_out(target: str, *, force: bool) -> Path:
@@ -84,4 +110,4 @@ def _write(path: Path, page: str) -> None:
         ) from error
 
 
-__all__ = ["DEFAULT_OUT", "add_report_flags", "run_report"]
+__all__ = ["DEFAULT_OUT", "add_report_flags", "run_report", "write_report"]

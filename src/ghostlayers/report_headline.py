@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .operators import REFINED
 from .report_data import Model, Study, Value, short_name
 from .report_style import Table, number, with_error
 
@@ -46,8 +47,9 @@ def sentence_of(study: Study) -> str:
     if model is None or not model.num_removed or depth is None:
         return ""
     parts = [f"{model.method} on {short_name(study.model)}"]
-    parts.append("then trained" if model.trained else "without training")
-    lines = [", ".join(parts) + f": {depth / (depth - model.num_removed):.2f}× fewer layers."]
+    parts.append(_training(model))
+    lines = [", ".join(parts) + f": {100 * model.num_removed / depth:.0f} % fewer layers."]
+    bare = None
     if model.selector and study.texts and study.texts[0] in model.perplexity:
         bare = _without_repair(study, model)
         if bare is not None:
@@ -55,12 +57,20 @@ def sentence_of(study: Study) -> str:
                 f"The same cut without repair: {number(bare.perplexity[study.texts[0]].value, 3)}."
             )
     rivals = [m for m in study.of_budget(model.num_removed) if m.perplexity or m.accuracy]
-    if len(rivals) > 1:
+    if len(rivals) > (1 if bare is None else 2):
         lines.append(
             f"It is the best of {len(rivals)} methods at this number of layers, picked on the text "
             "it is scored on."
         )
     return " ".join(lines)
+
+
+def _training(model: Model) -> str:
+    if model.trained:
+        return "then trained"
+    if any(name.endswith(REFINED) for name in model.used):
+        return "the repair alone refined by gradient steps"
+    return "without training"
 
 
 def _dense(study: Study, text: str) -> Value | None:

@@ -159,7 +159,8 @@ def _check_evaluation(name: str, value: dict[str, Any]) -> None:
     if not value["results"]:
         raise _fail(name, "`results` is empty")
     for result in value["results"]:
-        _check_positive(name, result.get("perplexity"))
+        for text in [result, *(result.get("texts") or ())]:
+            _check_positive(name, text.get("perplexity"))
         _check_speed(name, result.get("speed"))
 
 

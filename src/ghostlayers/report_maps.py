@@ -166,7 +166,7 @@ def _removal(study: Study) -> Picture:
         "removal",
         "Which layers go",
         "One row a cut: selector and number of layers. Filled: removed.",
-        [Panel(spec([data], layout, 70 + 24 * len(order)), alt)],
+        [Panel(spec([data], layout, 96 + 24 * len(order)), alt)],
         Table(["cut", "layers", "first calibration"], rows, "Removed layers"),
     )
 

@@ -79,7 +79,7 @@ def _error_picture(study: Study, rows: list[Any], looks: Mapping[str, Mark]) -> 
         "Relative error of the hidden state behind each cut: bars without repair, marks with it, "
         "on windows that the fit has not seen where there are any. Left is better. A small error "
         f"is no promise of a low perplexity.{more}",
-        [Panel(spec(data, layout, 80 + 28 * len(shown)), alt)],
+        [Panel(spec(data, layout, 100 + 28 * len(shown)), alt)],
         Table(header, cells, "Relative error before and after repair, percent"),
         [Mark("before", GREY, "square", "solid"), *(looks[name] for name in used)],
     )

@@ -114,6 +114,9 @@ EVALUATION = {
             "parameters": Maybe(int),
             "perplexity": Maybe(float),
             "window_losses": Maybe([float]),
+            "texts": Maybe(
+                [{**WINDOWS, "perplexity": Maybe(float), "window_losses": Maybe([float])}]
+            ),
             "tasks": Maybe(TASKS),
             "speed": Maybe(SPEED),
         }

@@ -94,14 +94,14 @@ def _measurements(
     perplexity: dict[str, Value] = {}
     tasks = speed = None
     for result in results:
-        if "source" in result:
-            label = studies.label(windows_label(result), result.get("ids_sha256"))
-            study.add_fact(f"Perplexity on {label}", windows_fact(result))
+        for text in result.get("texts") or ([result] if "source" in result else []):
+            label = studies.label(windows_label(text), text.get("ids_sha256"))
+            study.add_fact(f"Perplexity on {label}", windows_fact(text))
             name = short_name(result["path"])
-            if result.get("perplexity") is None:
+            if text.get("perplexity") is None:
                 study.gaps.append(Gap(f"perplexity of {name} on {label}", "it is not finite"))
             else:
-                perplexity[label] = Value(result["perplexity"], _standard_error(result))
+                perplexity[label] = Value(text["perplexity"], _standard_error(text))
         tasks, speed = result.get("tasks") or tasks, result.get("speed") or speed
         if result.get("dtype"):
             study.add_fact("Evaluated in", str(result["dtype"]))

@@ -39,6 +39,8 @@ ATTACHING = ("ghost", "ghost-robust", "ghost-norm", "fold+ghost", *LINEARPATCH)
 GUARDED = ("ghost-robust", "ghost-norm", "fold", "fold+ghost")
 # Steps by which a method is refined unless `refine` says otherwise.
 REFINED_STEPS = {"fold": 48, "fold+ghost": 48}
+# Ends the name of a repair that was refined.
+REFINED = "-refined"
 # Methods that transform the MLP output of the layer before a cut; they are neither guarded nor
 # exchanged for another one where that is not possible.
 REPLACING = ("replaceme-lstsq", "replaceme-cosine")

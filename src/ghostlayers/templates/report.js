@@ -13,6 +13,9 @@
       "hoverlabel.bordercolor": edge,
       "hoverlabel.font.color": ink,
     };
+    (layout.annotations || []).forEach((note, index) => {
+      if (note.bgcolor) changes[`annotations[${index}].bgcolor`] = isDark ? "#1b1e21" : "#ffffff";
+    });
     for (const name of Object.keys(layout)) {
       if (/^[xy]axis\d*$/.test(name)) {
         changes[name + ".gridcolor"] = grid;
