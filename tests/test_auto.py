@@ -188,7 +188,7 @@ def test_each_boundary_is_measured_once_in_groups_that_fit_in_memory(spoken, fou
         return collect(model, batches, boundaries, **keywords)
 
     monkeypatch.setattr(search, "collect_moments", counting)
-    monkeypatch.setattr(search, "MAX_MOMENTS_BYTES", 3 * 4 * 8 * 64**2)
+    monkeypatch.setattr(search, "MAX_MOMENTS_BYTES", 3 * 8 * 8 * 64**2)
     result = auto(*spoken, 1, recover="ghost")
     every = [boundary for group in seen for boundary in group]
     assert len(every) == len(set(every)) and max(map(len, seen)) == 3

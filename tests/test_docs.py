@@ -24,7 +24,7 @@ LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 # Of other programs.
 FOREIGN_FLAGS = {
     *("--trust-remote-code", "--no-deps", "--dtype", "--max-model-len", "--enforce-eager"),
-    *("--model", "--model_args", "--tasks", "--write", "--help"),
+    *("--model", "--model_args", "--tasks", "--write", "--help", "--nproc-per-node"),
 }
 ids = [path.stem for path in PAGES]
 

@@ -6,9 +6,9 @@ repaired or changed, gives the states that really arrive there. Only prefixes ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from .moments import held_out_mask
 from .operators import OperatorFit
 from .plan import Boundary, PruningPlan
 from .repairs import apply_repairs_
+from .shared_parts import Parts
+from .shared_sweep import SweepPart, model_key, run_sweep
 from .steps import fit_sink_rules, prefix_model
-from .sweep import Captured, TokenRows, batches_of, progress_bar, stream
+from .sweep import Batch, Captured, TokenRows, batches_of, progress_bar, stream
 from .token_classes import SinkRule, rule_sample
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class BoundaryBatch:
         inputs: (N, K) what enters maps of the layer before it, by the map's path in the layer.
         rows: Where the tokens stand.
         held_out: (N,) bool.
+        token: Number of counted tokens before the first of them.
     """
 
     x: Tensor
@@ -57,6 +60,7 @@ class BoundaryBatch:
     inputs: dict[str, Tensor]
     rows: TokenRows
     held_out: Tensor
+    token: int
 
 
 def repaired_student(
@@ -112,42 +116,82 @@ class BoundaryRuns:
         consume: Callable[[BoundaryBatch], None],
         paths: Sequence[str] = (),
         weights: Mapping[str, Tensor] | None = None,
+        *,
+        parts: Parts | None = None,
+        key: Mapping[str, Any] | None = None,
     ) -> None:
         """Hand over what arrives at the boundary, batch by batch; nothing is kept.
 
+        The processes of a session share the batches, and each gets the sums of all.
+
         Args:
-            consume: Called with every batch.
+            consume: Called with every batch of this process.
             paths: Maps of the layer before the cut whose input to capture.
             weights: Changed weights of that layer, by path.
+            parts: What is added up; needed where processes share the batches.
+            key: JSON values that say what it is.
         """
+        teacher = prefix_model(self.dense, self.boundary.stop)
+        student = None
+        if self.student is not None or weights:
+            student = self.changed(weights or {})
+
+        def passes(batches: Iterable[Batch], part: SweepPart) -> Iterator[int]:
+            token = part.first_token
+            for done, batch in self._passes(teacher, student, paths, batches, part):
+                consume(replace(batch, token=token))
+                token += len(batch.rows.window)
+                del batch  # no state outlives its batch
+                yield done
+
+        models = [teacher] if student is None else [teacher, student.model]
+        run_sweep(
+            batches_of(self.ids, self.batch_size),
+            parts or Parts(),
+            passes,
+            bar=lambda items: progress_bar(items, f"boundary {self.boundary}", self.progress),
+            begin=lambda token: None,
+            key=lambda: {
+                "boundary": str(self.boundary),
+                "maps": list(paths),
+                "sums": dict(key or {}),
+                **model_key(*models),
+            },
+        )
+
+    def _passes(
+        self,
+        teacher: PreTrainedModel,
+        student: Student | None,
+        paths: Sequence[str],
+        batches: Iterable[Batch],
+        part: SweepPart,
+    ) -> Iterator[tuple[int, BoundaryBatch]]:
+        """Run the teacher, and the student if there is one; yields how many batches are done."""
         start, stop = self.boundary.start, self.boundary.stop
-        batches = batches_of(self.ids, self.batch_size)
-        bar = progress_bar(batches, f"boundary {self.boundary}", self.progress)
-        teacher = prefix_model(self.dense, stop)
-        if self.student is None and not weights:
+        if student is None:
             modules = _maps(teacher, start - 1, paths)
-            for seen in stream(teacher, bar, (start, stop), modules):
-                consume(self._batch(seen, start, seen, stop))
+            for seen in stream(teacher, batches, (start, stop), modules, part=part):
+                yield seen.batches, self._batch(seen, start, seen, stop)
             return
-        student = self.changed(weights or {})
         modules = _maps(student.model, student.layer, paths)
         state = student.layer + 1
         pairs = zip(
-            stream(teacher, bar, (stop,)),
-            stream(student.model, batches, (state,), modules),
+            stream(teacher, batches, (stop,), part=part),
+            stream(student.model, part.batches, (state,), modules, part=part),
             strict=True,
         )
         for target, seen in pairs:
-            consume(self._batch(seen, state, target, stop))
-            for part in (target, seen):  # the teacher's next pass comes before the student's
-                part.states.clear()
-                part.inputs.clear()
+            yield seen.batches, self._batch(seen, state, target, stop)
+            for each in (target, seen):  # the teacher's next pass comes before the student's
+                each.states.clear()
+                each.inputs.clear()
 
     def _batch(self, seen: Captured, state: int, target: Captured, stop: int) -> BoundaryBatch:
         x = seen.states[state]
         held_out = held_out_mask(seen.rows, *self.ids.shape)
         return BoundaryBatch(
-            x, target.states[stop].to(x.device), dict(seen.inputs), seen.rows, held_out
+            x, target.states[stop].to(x.device), dict(seen.inputs), seen.rows, held_out, 0
         )
 
     def sink_rule(

@@ -11,13 +11,14 @@ import hashlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from tqdm.auto import trange
 
+from . import distributed
 from .decoder import decoder_layers, input_device, input_embeddings, text_config
 from .errors import CalibrationError
 from .sweep import capture, check_finite
@@ -174,6 +175,24 @@ def _warn_of_few(source: str, wanted: int | None, window: int, available: int) -
             f"{available}; using {available}.",
             stacklevel=3,
         )
+
+
+def shared_windows(windows: Windows) -> Windows:
+    """Return the first process' windows on all of them.
+
+    Raises:
+        CalibrationError: If they are of a text that another process reads otherwise.
+    """
+    found = distributed.gather_each(windows.ids_sha256)
+    if len(set(found)) == 1:
+        return windows
+    if windows.source != "self":  # what a model samples may differ between unlike machines
+        hashes = ", ".join(digest[:12] for digest in found)
+        raise CalibrationError(
+            f"the processes read different tokens from {windows.source!r} (ids sha256 {hashes}). "
+            "Give all machines the same text and tokenizer."
+        )
+    return replace(windows, ids=distributed.same(windows.ids))
 
 
 def sampled_windows(

@@ -7,12 +7,13 @@ Legend: N counted tokens, C hidden size. X (N, C) enters the boundary, Y (N, C) 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .exact_sums import SHARED
 from .moments import BoundaryMoments
 from .rotation import rotation_matrix
 
@@ -32,7 +33,7 @@ class ChannelMoments:
     second: BoundaryMoments
     input_sums: Tensor
     target_sums: Tensor
-    rotation: Tensor | None = None
+    rotation: Tensor | None = field(default=None, metadata={SHARED: True})
 
     @classmethod
     def zeros(

@@ -8,7 +8,9 @@ name only when it is complete.
 from __future__ import annotations
 
 import copy
+import glob
 import os
+import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from .placement import Placement
 
 MAX_SHARD_BYTES = 2 * 10**9
+# The name of config.json until all else is written.
+HIDDEN_CONFIG = "config.json.incomplete"
 
 
 @dataclass(frozen=True)
@@ -80,21 +84,29 @@ def check_output(
 
 @contextmanager
 def complete_folder(out: Path, *, force: bool) -> Iterator[Path]:
-    """Yield a temporary folder beside `out` and rename it to `out` when the block succeeds."""
+    """Yield a temporary folder beside `out` and rename it to `out` when the block succeeds.
+
+    A process that is killed leaves a hidden folder that no loader takes for a checkpoint, as long
+    as the block hides the config (`hide_config`); the next one that writes `out` removes it.
+    """
     check_output(out, force=force)
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
-    folder = out.parent / f".{out.name}.incomplete-{os.getpid()}"
+    remove_left_over(out)
+    own = f"{platform.node()}-{os.getpid()}"
+    folder = out.parent / f".{out.name}.incomplete-{own}"
     try:
         folder.mkdir()
         yield folder
+        if (folder / HIDDEN_CONFIG).is_file():
+            (folder / HIDDEN_CONFIG).rename(folder / "config.json")
         umask = os.umask(0)
         os.umask(umask)
         for path in folder.rglob("*"):
             if path.is_file():
                 path.chmod(0o666 & ~umask)
         if out.exists():
-            old = out.parent / f".{out.name}.replaced-{os.getpid()}"
+            old = out.parent / f".{out.name}.replaced-{own}"
             out.rename(old)
             try:
                 folder.rename(out)
@@ -109,6 +121,38 @@ def complete_folder(out: Path, *, force: bool) -> Iterator[Path]:
     finally:
         if os.path.exists(folder):
             shutil.rmtree(folder)
+
+
+def hide_config(folder: Path) -> None:
+    """Rename the config of a folder that is being written, so that nothing loads it yet."""
+    (folder / "config.json").rename(folder / HIDDEN_CONFIG)
+
+
+def remove_left_over(out: Path) -> None:
+    """Remove what processes of this machine left that were killed while they wrote `out`.
+
+    A folder that was just being replaced is put back.
+    """
+    for kind in ("replaced", "incomplete"):
+        name = f".{out.name}.{kind}-{platform.node()}-"
+        for path in out.parent.glob(f"{glob.escape(name)}*"):
+            process = path.name.rpartition("-")[2]
+            if not process.isdigit() or _is_running(int(process)):
+                continue
+            if kind == "replaced" and not out.exists():
+                path.rename(out)
+            else:
+                shutil.rmtree(path)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # signal 0 only asks
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def save_pruned(
@@ -154,9 +198,10 @@ def save_pruned(
         else:
             _save_from_files(result.model, tensors, folder, _shard_bytes(result, max_shard_bytes))
             copy_generation_config(source, folder)
+        hide_config(folder)
         if result.tokenizer is not None:
             result.tokenizer.save_pretrained(folder)
-        write_older_keys(folder, result.model.config)
+        write_older_keys(folder, result.model.config, name=HIDDEN_CONFIG)
         origin = source and {
             "model": source.name,
             "gguf": source.gguf,
@@ -230,10 +275,13 @@ def _save_from_memory(model: PreTrainedModel, folder: Path, max_shard_bytes: int
     own: Any = getattr(model, "generation_config", None)
     if own is not None:  # saving one is refused for sampling settings without do_sample
         model.generation_config = type(own)()
+    # transformers writes on the first process alone; each that comes so far has a model to write
+    vars(model)["should_save_on_this_rank"] = bool
     try:
         model.save_pretrained(folder, max_shard_size=max_shard_bytes)
     finally:
         model.generation_config = own
+        del vars(model)["should_save_on_this_rank"]
     if own is not None:
         own.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
 

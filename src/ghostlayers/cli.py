@@ -7,16 +7,17 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from . import __version__
+from . import __version__, distributed
 from .config import PruneConfig
 from .errors import GhostlayersError
 from .finetune_config import FinetuneConfig
 from .flags import add_config_flags, add_placement_flags
 from .requirements import needing_transformers
+from .run_flags import add_run_flags
 
 VERBS = {
     "analyze": "measure a model and say what each selector would remove; changes nothing",
@@ -54,12 +55,17 @@ ANALYZE_FIELDS = (
     "device",
     "seed",
 )
+# Verbs whose work several processes share.
+SHARED_VERBS = ("analyze", "prune", "eval", "compare")
+SAVING_VERBS = ("analyze", "prune")
 
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
+        if distributed.launched_rank():
+            self.exit(2)  # the first process prints it
         self.exit(2, f"ghostlayers: error: {message}. See: {self.prog} --help\n")
 
 
@@ -143,6 +149,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_report_flags(added["report"])
     add_export(added["export"])
 
+    for verb in SHARED_VERBS:
+        add_run_flags(added[verb], saves=verb in SAVING_VERBS)
     added["info"].add_argument("path", metavar="PATH", help="a checkpoint written by prune")
     return parser
 
@@ -156,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0; 2 for an error that the user can mend; 130 after Ctrl-C.
     """
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or distributed.launched_rank():
         os.environ.setdefault("TQDM_DISABLE", "1")
     args = build_parser().parse_args(argv)
     args.command_line = list(sys.argv[1:] if argv is None else argv)
@@ -167,7 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GhostlayersError as error:
         if args.debug:
             raise
-        print(f"ghostlayers: error: {error}", file=sys.stderr)
+        if not error.repeated:
+            print(f"ghostlayers: error: {error}", file=sys.stderr)
         return 2
     except OSError as error:  # a full disk, a folder that may not be read, a name too long
         if args.debug:
@@ -196,9 +205,17 @@ def _run(args: argparse.Namespace) -> int:
         for item in fields(FinetuneConfig if args.verb == "finetune" else PruneConfig)
         if hasattr(args, item.name)
     }
-    with warnings.catch_warnings():
+    shared = args.verb in SHARED_VERBS
+    with warnings.catch_warnings(), ExitStack() as stack:
         warnings.filterwarnings("always", module=r"ghostlayers(\..*)?")
         warnings.showwarning = _show_warning
+        if shared:
+            stack.enter_context(distributed.session(args.timeout))
+            distributed.check_same("settings", (args.verb, settings, __version__))
+        if shared and not distributed.is_main():
+            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            stack.enter_context(redirect_stderr(nowhere))
+            stack.enter_context(redirect_stdout(nowhere))
         run = {
             "analyze": commands.run_analyze,
             "prune": commands.run_prune,
@@ -211,7 +228,8 @@ def _run(args: argparse.Namespace) -> int:
         }[args.verb]
         with redirect_stdout(sys.stderr if args.json == "-" else sys.stdout):
             result = run(args, settings)
-        commands.write_result(args.json, result)
+        if distributed.is_main():
+            commands.write_result(args.json, result)
     return 0
 
 

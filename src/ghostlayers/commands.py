@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import distributed
 from .config import PruneConfig
 from .errors import CheckpointError
 from .finetune_command import finetune_rows
 from .placement import FLAGS, Placement
 from .plan import format_layers
 from .records import has_operators, plain, read_record, write_json
+from .resume import remove_work_folder, resumable, work_folder
 from .tables import bar, boundary_table, heat_map, rank_table, render_table, search_table
 from .text_sources import check_source
 
@@ -83,10 +85,15 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     resolve_window(config.window, model_config)
     checked_cuts(args.rank_errors, model_config)
     tokenizer = load_tokenizer(source)
+    work = work_folder(args.resume_dir, args.save, "analyze")
     model = load_model(source, dtype=config.dtype, device=config.device, placement=placement)
-    analysis = analyze(model, tokenizer, config, rank_errors=args.rank_errors)
+    with resumable(work, args.save_every):
+        analysis = analyze(model, tokenizer, config, rank_errors=args.rank_errors)
+    if distributed.everyone(True) and not distributed.is_main():  # nobody checks targets any more
+        return {}
     if args.save is not None:
         analysis.save(args.save, force=args.force)
+    remove_work_folder(work)
     similarity, windows = analysis.similarity, analysis.windows.record()
     print(
         f"{args.model}: {similarity.num_layers} decoder layers, {windows['windows']} windows of "
@@ -174,7 +181,7 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         text, value = describe_run(config, model_config, window, num_remove, allowed)
         print(text)
         return value
-    tokenizer = load_tokenizer(source)
+    tokenizer, work = load_tokenizer(source), work_folder(args.resume_dir, out, "prune")
     if is_quantized(model_config) and plan is not None:
         if scores is not None:
             raise CheckpointError(
@@ -184,14 +191,18 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
         result = replace(result, tokenizer=tokenizer)
     else:
         model = load_model(source, dtype=config.dtype, device=config.device, placement=placement)
-        result = prune(model, tokenizer, scores=scores, source=source, **given)
+        with resumable(work, args.save_every):
+            result = prune(model, tokenizer, scores=scores, source=source, **given)
     if like is not None:
         from .like_record import check_like
 
         check_like(result.record, like)
+    if distributed.everyone(True) and not distributed.is_main():  # nobody checks OUT any more
+        return {}
     for line in result.warnings:
         print(f"ghostlayers: warning: {line}", file=sys.stderr)
     save_pruned(result, out, source=source, dtype=config.dtype, force=args.force)
+    remove_work_folder(work)
     record = read_record(out)
     _print_pruned(record, out)
     return {"out": str(out), **_push(out, args.push_to_hub), **record}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import distributed
 from .compare_calibration import Calibration, measure_calibrations
 from .compare_cells import Job, Repairer, measured_line
 from .compare_config import CompareConfig
@@ -22,6 +23,7 @@ from .compare_evaluator import Evaluator
 from .compare_fits import boundary_bytes
 from .compare_results import CellLine, CompareResults, DenseLine, ResultsFile
 from .compare_save import save_cell
+from .compare_shared import share_cells
 from .decoder import text_config
 from .errors import CalibrationError, GhostlayersError
 from .model_checks import check_cache, check_causal, check_reloadable
@@ -79,10 +81,13 @@ class Comparison:
         jobs = {id(each): self._jobs(plain_cuts[id(each)]) for each in calibrations}
         if self.file.results.dense is None:
             order = [job.start for each in calibrations for job in jobs[id(each)]]
-            self.file.add(self.evaluator.dense(self.model, order))
+            with distributed.alone():  # every process keeps the states that its cells start from
+                line = self.evaluator.dense(self.model, order)
+            self.file.add(distributed.same(line))
         for each in calibrations:
             self._cells(each, jobs[id(each)])
-            self._merged(each, finder)
+            with distributed.alone():
+                self._merged(each, finder)
         return self.file.results
 
     @property
@@ -121,8 +126,12 @@ class Comparison:
                 self._store(job.line(refused=str(error)))
                 continue
             ready.append(job)
-        for group in self._groups(ready):
-            self._measure(repairer, group)
+
+        def measure(own: Sequence[Job]) -> None:
+            for group in self._groups(own):
+                self._measure(repairer, group)
+
+        share_cells(self.file, ready, measure)
 
     def _without_calibration(self, job: Job) -> CellLine | None:
         """Return a cell without operator from that of another calibration: the same model."""
@@ -199,7 +208,7 @@ class Comparison:
     ) -> CellLine:
         recovery, model = repairer.repair(job, pruned, ladders)
         fits, plan = recovery.used, job.cut.plan
-        if self.config.save_checkpoints:
+        if self.config.save_checkpoints and (distributed.is_main() or not job.cut.weights):
             save_cell(self, job, recovery, model, repairer.settings(job))
         bare = self._bare(job) if not fits and job.operator != NO_OPERATOR else None
         if bare is not None:  # the guard left nothing: the model is that of another cell

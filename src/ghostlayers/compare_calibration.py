@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from . import distributed
 from .calibration import Windows
 from .compare_config import CompareConfig, short_names
 from .compare_results import CalibrationLine, ResultsFile
@@ -112,7 +113,7 @@ def _stored(
     path = scores_path(file, name, num_windows)
     if not any((line.name, line.num_windows) == (name, num_windows) for line in lines):
         return None
-    if not path.is_file():
+    if not distributed.everyone(path.is_file()):
         return None
     scores = load_scores(path)
     scores.check_model(model)
@@ -162,21 +163,21 @@ def _measure(
         similarity = SimilarityAccumulator(depth, over)
         for n in group:
             start, ids = time.perf_counter(), made[n].ids
-            batches = batches_of(ids[done:], config.batch_size) if len(ids) > done else []
-            sweep(
-                model,
-                batches,
-                [similarity, norms],
-                description=f"similarity, {name}",
-                progress=progress,
-            )
+            if len(ids) > done:
+                more = SimilarityAccumulator(depth, over), NormAccumulator(depth)
+                batches = batches_of(ids[done:], config.batch_size)
+                sweep(model, batches, more, description=f"similarity, {name}", progress=progress)
+                similarity.running.merge(more[0].running)
+                norms.norms.merge(more[1].norms)
             done = len(ids)
             measured = Measured(similarity.result(), norms.massive())
             settings = config.prune_config(num_remove=1, calibration=source, num_windows=n)
             found[n] = Scores.of(model, settings, made[n], measured)
-            path = scores_path(file, name, n)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            found[n].save(path, force=True)
+            with distributed.section():
+                if distributed.is_main():
+                    path = scores_path(file, name, n)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    found[n].save(path, force=True)
             seconds = time.perf_counter() - start
             _store(file, name, n, found[n], config, seconds)
     return found

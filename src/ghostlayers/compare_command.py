@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import distributed
 from .compare_config import SHARED_FIELDS, VOLATILE_FIELDS, CompareConfig, smoke_config
 from .compare_file import CompareRun, read_config, runs_of
 from .compare_lock import SMOKE_TEXT, locked
@@ -156,8 +157,9 @@ class _Prepared:
         if not self.args.smoke:
             return self.run.config
         text = self.folder / SMOKE_TEXT
-        if not text.exists():
-            text.write_text(_own_text(), encoding="utf-8")
+        with distributed.section():
+            if not text.exists() and distributed.is_main():
+                text.write_text(_own_text(), encoding="utf-8")
         return smoke_config(self.run.config, depth, str(text), given)
 
     def _allowed(self, model_config: Any) -> tuple[int, ...]:
@@ -208,12 +210,13 @@ class _Prepared:
         )
         texts = None
         if windows is not None:
-            texts = TextScorer(
-                model,
-                windows,
-                batch_size=config.batch_size,
-                max_bytes=config.memory("states_memory"),
-            )
+            with distributed.alone():  # whole cells are shared, not windows
+                texts = TextScorer(
+                    model,
+                    windows,
+                    batch_size=config.batch_size,
+                    max_bytes=config.memory("states_memory"),
+                )
         if file.results.run is None:
             file.start(run_line(self.run, config, self.source, model, self.args))
         else:
@@ -225,7 +228,8 @@ class _Prepared:
             model, tokenizer, config, file, evaluator, source=self.source, say=_say
         )
         results = comparison.run()
-        write_tables(results, self.folder)
+        if distributed.is_main():
+            write_tables(results, self.folder)
         print("\n\n".join(table.text() for table in tables(results)))
         print(f"\nwritten to {self.folder}")
         return _summary(results, self.folder)

@@ -13,7 +13,7 @@ from .compare_calibration import Calibration, lorp_clusters
 from .compare_config import GIVEN_LAYERS, CompareConfig
 from .compare_results import CutLine, ResultsFile
 from .decoder import decoder_layers
-from .errors import GhostlayersError
+from .errors import DistributedError, GhostlayersError
 from .model_selection import check_model_selector
 from .operators import NO_OPERATOR
 from .pipeline import allowed_layers
@@ -133,6 +133,8 @@ class CutFinder:
         start, place = time.perf_counter(), (*_place(calibration), selector, budget)
         try:
             chosen = self._select(calibration, selector, budget)
+        except DistributedError:
+            raise
         except GhostlayersError as error:
             line = CutLine(*place, refused=str(error))
         else:
@@ -179,6 +181,8 @@ class CutFinder:
                     return ranked, line.selection or {}
         try:
             record = self._call(calibration, selector, most).selection
+        except DistributedError:
+            raise
         except GhostlayersError:
             return None  # the largest budget is refused: each is asked for by itself
         assert record is not None

@@ -53,14 +53,14 @@ def family(operator: str) -> str:
 
 
 def boundary_bytes(operators: Iterable[str], size: int) -> int:
-    """Estimate the memory of one boundary's moments, and of the sum of both parts in a fit.
+    """Estimate the memory of one boundary's moments, their rests, and what a fit sums up.
 
     Args:
         operators: Operators to fit there.
         size: C.
     """
     families = {family(operator) for operator in operators if is_shared(operator)}
-    return FLOAT64 * size * size * (4 * len(families) + 3)
+    return FLOAT64 * size * size * (8 * len(families) + 3)
 
 
 @dataclass
@@ -179,6 +179,7 @@ class GridFitter:
         }
         states = {edge for boundary in group for edge in (boundary.start, boundary.stop)}
         bar = progress_bar(batches, f"moments, {self.calibration.name}", self.progress)
+        token = 0
         for seen in stream(prefix, bar, states, modules):
             for accumulator in accumulators.values():
                 accumulator.update(seen.states, seen.rows)
@@ -187,7 +188,8 @@ class GridFitter:
                 x, path = seen.states[boundary.start], moments.site.path
                 y = seen.states[boundary.stop].to(x.device)
                 inputs = {path: seen.inputs[f"{boundary.start - 1}.{path}"]}
-                moments.add(BoundaryBatch(x, y, inputs, seen.rows, held_out))
+                moments.add(BoundaryBatch(x, y, inputs, seen.rows, held_out, token))
+            token += len(seen.rows.window)
         found = self._fit_robust(accumulators.pop("robust", None), group)
         for kind, accumulator in accumulators.items():
             found |= self._fit_plain(kind, accumulator, group)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from . import distributed
 from .errors import CheckpointError
 
 LOCK_FILE, RESULTS_FILE, SMOKE_TEXT = ".lock", "results.jsonl", "smoke.txt"
@@ -13,7 +14,7 @@ LOCK_FILE, RESULTS_FILE, SMOKE_TEXT = ".lock", "results.jsonl", "smoke.txt"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder for this process; make it if it is not there.
+    """Hold a folder for this run; make it if it is not there. Of several processes the first does.
 
     The lock is on an open file: the system drops it when the process ends, however it ends.
 
@@ -22,19 +23,25 @@ def locked(folder: Path) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout
 
+    if not distributed.is_main():
+        with distributed.section():
+            pass
+        yield
+        return
     made = missing_folders(folder)
     own = [folder / name for name in (LOCK_FILE, SMOKE_TEXT) if not (folder / name).exists()]
     lock = FileLock(folder / LOCK_FILE)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise CheckpointError(
-            f"-o {str(folder)!r} is in use by another comparison. Wait for it, or choose another "
-            "folder."
-        ) from error
-    except OSError as error:
-        raise cannot_be_written(folder, error) from error
+    with distributed.section():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise CheckpointError(
+                f"-o {str(folder)!r} is in use by another comparison. Wait for it, or choose "
+                "another folder."
+            ) from error
+        except OSError as error:
+            raise cannot_be_written(folder, error) from error
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from . import distributed
 from .compare_lines import (
     KINDS,
     CalibrationLine,
@@ -140,14 +141,17 @@ class ResultsFile:
         self.path = folder / RESULTS_FILE
         self.results = CompareResults()
         self.pending: RunLine | None = None
-        if self.path.exists():
-            if not self.path.is_file():
-                raise CheckpointError(f"{str(self.path)!r} is no file. Use another folder.")
-            lines = _whole_lines(self.path)
-            self.results = _parse(self.path, lines)
-            whole = sum(len(line) + 1 for line in lines)
-            if whole < self.path.stat().st_size:
-                os.truncate(self.path, whole)
+        self.held = False
+        with distributed.section():
+            if self.path.exists() and distributed.is_main():
+                if not self.path.is_file():
+                    raise CheckpointError(f"{str(self.path)!r} is no file. Use another folder.")
+                lines = _whole_lines(self.path)
+                self.results = _parse(self.path, lines)
+                whole = sum(len(line) + 1 for line in lines)
+                if whole < self.path.stat().st_size:
+                    os.truncate(self.path, whole)
+        self.results = distributed.same(self.results)
 
     def start(self, line: RunLine) -> None:
         """Take in what the run is; it is stored with the first line of its results."""
@@ -157,10 +161,17 @@ class ResultsFile:
     def add(self, line: Line) -> None:
         """Store a line: it is on the disk when this returns.
 
+        Of several processes the first one writes; a line that is `held` waits for the others'.
+
         Raises:
             CheckpointError: If it cannot be written.
         """
-        lines = [line] if self.pending is None else [self.pending, line]
+        if not self.held and distributed.is_main():
+            self._write([line] if self.pending is None else [self.pending, line])
+            self.pending = None
+        self.results.add(line)
+
+    def _write(self, lines: Sequence[Line]) -> None:
         text = "".join(f"{to_json(each)}\n" for each in lines)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,8 +181,6 @@ class ResultsFile:
                 os.fsync(file.fileno())
         except OSError as error:
             raise cannot_be_written(self.path.parent, error) from error
-        self.pending = None
-        self.results.add(line)
 
 
 __all__ = [

@@ -11,7 +11,13 @@ from collections.abc import Iterable
 
 
 class GhostlayersError(ValueError):
-    """Base of every error that a user can mend."""
+    """Base of every error that a user can mend.
+
+    Attributes:
+        repeated: Whether another process of the run prints the same line.
+    """
+
+    repeated: bool = False
 
 
 class RequirementError(GhostlayersError, ImportError):
@@ -28,6 +34,10 @@ class CheckpointError(GhostlayersError):
 
 class CalibrationError(GhostlayersError):
     """The calibration text, the windows or the measured states are unusable."""
+
+
+class DistributedError(GhostlayersError):
+    """Another process of the run failed or is gone, or the processes cannot meet."""
 
 
 class PlanError(GhostlayersError):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import distributed
 from .config import PruneConfig
 from .errors import CalibrationError, GhostlayersError
 from .flags import add_config_flags, add_placement_flags
@@ -91,6 +92,11 @@ def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, An
         check_source(text)
     _check_json_target(args.json)
     _check_numbers(args)
+    if distributed.size() > 1 and (args.tasks is not None or args.speed):
+        raise GhostlayersError(
+            f"{'--speed' if args.speed else '--tasks'} runs in one process, and there are "
+            f"{distributed.size()}. Start without torchrun; they share --perplexity alone."
+        )
     own = {name: settings[name] for name in ("batch_size", "dtype", "device") if name in settings}
     config = PruneConfig(num_remove=1, **own)
     placement = placement_of_run(args, config.device)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from tqdm.auto import tqdm
 
+from . import distributed
 from .calibration import Windows
 from .decoder import check_ids, input_device
 from .errors import CalibrationError
@@ -96,8 +97,28 @@ def perplexity(
     )
 
 
-@torch.no_grad()
 def window_losses(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    *,
+    batch_size: int = 1,
+    description: str = "perplexity",
+    progress: bool = True,
+) -> list[float]:
+    """Mean next-token cross-entropy of each of (n, T) windows, in nats; it may not be finite.
+
+    The processes of a session share the windows; each gets all losses.
+    """
+    own = distributed.own_windows(len(ids), batch_size)
+    with distributed.section():
+        losses = local_losses(
+            model, ids[own], batch_size=batch_size, description=description, progress=progress
+        )
+    return distributed.gather(losses)
+
+
+@torch.no_grad()
+def local_losses(
     model: PreTrainedModel,
     ids: torch.Tensor,
     *,
@@ -106,7 +127,7 @@ def window_losses(
     description: str = "perplexity",
     progress: bool = True,
 ) -> list[float]:
-    """Mean next-token cross-entropy of each of (n, T) windows, in nats; it may not be finite.
+    """As `window_losses`, by this process alone.
 
     `targets`, (n, T) like `ids`, are the tokens' indices among the logits where these are not those
     of the whole vocabulary.

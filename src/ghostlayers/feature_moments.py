@@ -173,8 +173,8 @@ class StateFeatureMoments:
 
 
 def gram_bytes(features: int, size: int) -> int:
-    """Estimate the memory of a fit: both parts' Gram matrices, a factor of one, the rest."""
-    return 8 * (3 * features * features + 6 * features * size)
+    """Estimate the memory of a fit: both parts' Gram matrices, their rests, that of a batch."""
+    return 8 * (5 * features * features + 6 * features * size)
 
 
 def block_scale(gram: Tensor, sizes: Sequence[int]) -> Tensor:

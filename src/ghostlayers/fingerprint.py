@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,9 +79,23 @@ def _sample(tensor: torch.Tensor) -> bytes:
     return wide.numpy().tobytes()
 
 
+def tensor_sha256(tensor: torch.Tensor) -> str:
+    """Return a hash over dtype, shape and bytes of a tensor."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def fingerprint(model: PreTrainedModel) -> dict[str, str]:
     """Return `config_sha256` and `weights_sha256` of a model."""
     return {
         "config_sha256": config_sha256(model.config),
         "weights_sha256": weights_sha256(model),
     }
+
+
+def function_key(function: Callable[..., Any]) -> Any:
+    """Return JSON values that tell functions of this package apart, and their bound arguments."""
+    if isinstance(function, partial):
+        return [function_key(function.func), *function.args, function.keywords]
+    return function.__qualname__

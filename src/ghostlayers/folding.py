@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .boundary_runs import BoundaryBatch, BoundaryRuns
 from .decoder import decoder_layers
-from .errors import CalibrationError
+from .exact_sums import SplitSums
 from .feature_moments import FeatureMoments, StateFeatureMoments
+from .fingerprint import tensor_sha256
 from .fold_plan import chosen_sites, map_width, moments_device
 from .fold_sites import FoldSite, FoldSites
 from .moments import RobustMoments, SplitMoments
@@ -89,28 +90,26 @@ def _fold_moments(
     runs: BoundaryRuns, sites: Sequence[FoldSite], changed: Mapping[str, Tensor], device: Any
 ) -> tuple[FeatureMoments, FeatureMoments]:
     """Collect moments of the maps' inputs against Δ, weights 1/max(‖x‖, ‖y‖)²."""
-    parts: list[FeatureMoments] = []
+    sums: SplitSums[FeatureMoments] = SplitSums()
 
     def add(batch: BoundaryBatch) -> None:
         inputs = _features(batch, sites, device)
         x, y = (state.to(device, torch.float64) for state in (batch.x, batch.y))
-        if not parts:
-            width, size = inputs.shape[1], x.shape[1]
-            parts.extend(FeatureMoments.zeros(width, size, device) for _ in range(2))
+        width, size = inputs.shape[1], x.shape[1]
+        parts = sums.started(lambda: FeatureMoments.zeros(width, size, device))
         longest = torch.maximum(x.norm(dim=1), y.norm(dim=1))[:, None]
         scale = torch.where(longest > 0, 1.0 / longest, torch.zeros_like(longest))
         rows = inputs * scale, (y - x) * scale, y * scale
         for moments, mask in zip(parts, (~batch.held_out, batch.held_out), strict=True):
             mask = mask.to(device)
-            if mask.all():
+            if mask.all() and len(mask):
                 moments.add(*rows)
             elif mask.any():
                 moments.add(*(part[mask] for part in rows))
 
-    runs.run(add, [site.path for site in sites], changed)
-    if not parts:
-        raise CalibrationError("no calibration tokens: give at least one window of text.")
-    return parts[0], parts[1]
+    paths = [site.path for site in sites]
+    runs.run(add, paths, changed, parts=sums.parts, key={"fold": paths})
+    return sums.totals()
 
 
 def _features(batch: BoundaryBatch, sites: Sequence[FoldSite], device: Any) -> Tensor:
@@ -243,24 +242,19 @@ def _state_moments(
     runs: BoundaryRuns, site: FoldSite, massive: Tensor, device: torch.device
 ) -> tuple[StateFeatureMoments, StateFeatureMoments]:
     """Collect moments of [m, x] against y, massive tokens apart."""
-    parts: list[StateFeatureMoments] = []
-    seen = 0
+    sums: SplitSums[StateFeatureMoments] = SplitSums()
 
     def add(batch: BoundaryBatch) -> None:
-        nonlocal seen
         m = _features(batch, [site], device)
         x, y = (state.to(device, torch.float64) for state in (batch.x, batch.y))
-        marked = massive[seen : seen + len(x)].to(device)
-        seen += len(x)
-        if not parts:
-            width, size = m.shape[1], x.shape[1]
-            parts.extend(StateFeatureMoments.zeros(width, size, device) for _ in range(2))
+        marked = massive[batch.token :][: len(x)].to(device)
+        width, size = m.shape[1], x.shape[1]
+        parts = sums.started(lambda: StateFeatureMoments.zeros(width, size, device))
         for moments, mask in zip(parts, (~batch.held_out, batch.held_out), strict=True):
             mask = mask.to(device)
             if mask.any():
                 moments.add(m[mask], x[mask], y[mask], marked[mask])
 
-    runs.run(add, [site.path])
-    if not parts:
-        raise CalibrationError("no calibration tokens: give at least one window of text.")
-    return parts[0], parts[1]
+    key = {"fold+ghost": site.path, "massive": tensor_sha256(massive)}
+    runs.run(add, [site.path], parts=sums.parts, key=key)
+    return sums.totals()

@@ -156,7 +156,7 @@ class LayerPass:
             UnsupportedModelError: If a layer does not run once per forward pass, or its state is
                 not (B, T, C).
         """
-        numbers = range(max(last, 1))
+        numbers = range(max(last, 1) if self.calls else 0)
         bar = tqdm(numbers, self.description, disable=None if self.progress else True, unit="layer")
         for index in bar:
             first = [self.embedding] if index == 0 else []

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
     from transformers import PreTrainedModel
 
+    from .shared_sweep import SweepPart
+
 
 def _store(model: PreTrainedModel) -> StateStore:
     return StateStore(placement_of(model).spill_path)
@@ -49,6 +51,8 @@ def _groups(
     Yields:
         First micro-batch and the one behind the last.
     """
+    if not sizes:
+        return
     limit, first, total = _store(model).limit, 0, 0
     for number, size in enumerate(sizes):
         need = size * per_token * model.dtype.itemsize
@@ -70,24 +74,38 @@ def _depth_of(layers: nn.ModuleList, modules: Mapping[str, nn.Module]) -> int:
 
 @dataclass(frozen=True)
 class _Part:
-    """A micro-batch: its counted tokens, their indices in the flattened batch, the call."""
+    """A micro-batch: its counted tokens, their indices in the flattened batch, the call.
+
+    `batches` is its number in the sweep, from 1 on.
+    """
 
     rows: TokenRows
     flat: Tensor
     call: Call
+    batches: int
 
 
 def _parts(
-    model: PreTrainedModel, batches: Iterable[tuple[Tensor, Tensor | None]], window: int
+    model: PreTrainedModel,
+    batches: Sequence[tuple[Tensor, Tensor | None]],
+    window: int,
+    *,
+    idle: bool,
 ) -> list[_Part]:
-    """Prepare batches, the first of which starts with this window; those without tokens go."""
+    """Prepare batches, the first of which starts with this window; those without tokens go.
+
+    The tokens of an `idle` sweep do not count; see `SweepPart`.
+    """
     found = []
-    for ids, mask in batches:
+    for number, (ids, mask) in enumerate(batches, start=1):
         check_ids(model, ids)
         rows, flat = token_rows(ids, mask, window)
         window += ids.shape[0]
-        if len(flat):
-            found.append(_Part(rows, flat, base_arguments(model, ids, mask)))
+        if not len(flat):
+            continue
+        if idle:
+            rows, flat = TokenRows(rows.window[:0], rows.position[:0]), flat[:0]
+        found.append(_Part(rows, flat, base_arguments(model, ids, mask), number))
     return found
 
 
@@ -96,11 +114,14 @@ def stream_layerwise(
     batches: Iterable[Batch],
     states: Iterable[int],
     modules: Mapping[str, nn.Module] | None = None,
+    *,
+    part: SweepPart | None = None,
 ) -> Iterator[Captured]:
     """Do what `sweep.stream` does, with all batches in flight at once.
 
     The states that are asked for stay in the store until the last layer has run, in the spill
-    folder if there is one. If it is too small for all batches, they go in several passes.
+    folder if there is one. If it is too small for all batches, they go in several passes. A sweep
+    that is saved goes on behind the last pass.
     """
     wanted, modules = sorted(set(states)), dict(modules or {})
     description, progress = "layers", True
@@ -113,24 +134,24 @@ def stream_layerwise(
     hidden = int(text_config(model.config).hidden_size)
     per_token = (len(wanted) + 3) * hidden + sum(map(_width, modules.values()))
     last = max([*wanted, _depth_of(decoder_layers(model), modules)])
-    window = 0
+    window, idle = (0, False) if part is None else (part.first_window, part.idle)
     for first, stop in _groups(model, [ids.numel() for ids, _ in pairs], per_token):
-        parts = _parts(model, pairs[first:stop], window)
+        parts = _parts(model, pairs[first:stop], window, idle=idle)
         window += sum(len(ids) for ids, _ in pairs[first:stop])
         with _store(model) as store:
-            calls = [part.call for part in parts]
+            calls = [each.call for each in parts]
             layer_pass = LayerPass(
                 model, calls, store, keep=wanted, description=description, progress=progress
             )
             with layer_pass, _watching(modules, layer_pass, parts):
                 layer_pass.run(last)
-            for number, part in enumerate(parts):
+            for number, each in enumerate(parts):
                 captured = {
-                    state: _rows(store.get(str(state), number).flatten(0, -2)[part.flat], state)
+                    state: _rows(store.get(str(state), number).flatten(0, -2)[each.flat], state)
                     for state in wanted
                 }
                 inputs = {name: _wide(store.get(f"input {name}", number)) for name in modules}
-                yield Captured(captured, inputs, part.rows)
+                yield Captured(captured, inputs, each.rows, first + each.batches)
                 captured.clear()
                 inputs.clear()
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import distributed
 from .decoder import decoder_layers, input_device
 from .layerwise import LayerPass
 from .offload import loaded
@@ -39,8 +40,9 @@ def salience_layerwise(
 ) -> dict[int, list[Tensor]]:
     """Sum θ·∂loss/∂θ over micro-batches for every weight matrix of layers, reduced to Σ|·|.
 
-    The loss is the mean next-token cross-entropy over all windows. Products and sums are float32;
-    those of one layer are in memory at a time.
+    The loss is the mean next-token cross-entropy over all windows. Products are float32, sums
+    float64; those of one layer are in memory at a time. The processes of a session share the
+    micro-batches, and each gets the sums of all.
 
     Args:
         model: A causal LM that `runs_layerwise`; gradients and flags are as before afterwards.
@@ -53,7 +55,7 @@ def salience_layerwise(
     Returns:
         Σ|Σ θ·∂loss/∂θ| of each weight matrix, float64 scalars, by layer.
     """
-    stack, batches = decoder_layers(model), batches_of(ids, batch_size)
+    stack, batches = decoder_layers(model), distributed.share(batches_of(ids, batch_size))
     calls = [{"input_ids": part.to(input_device(model))} for part in batches]
     found: dict[int, list[Tensor]] = {}
     with StateStore(placement_of(model).spill_path) as store:
@@ -62,15 +64,16 @@ def salience_layerwise(
             model, calls, store, keep=states, description="taylor", progress=progress
         )
         with layer_pass:
-            layer_pass.run(len(stack))
-            _from_the_head(layer_pass, batches, ids.shape[0] * (ids.shape[1] - 1))
+            with distributed.section():
+                layer_pass.run(len(stack))
+                _from_the_head(layer_pass, batches, ids.shape[0] * (ids.shape[1] - 1))
             for index in range(len(stack) - 1, min(layers) - 1, -1):
-                with loaded(stack[index]):
+                with distributed.section(), loaded(stack[index]):
                     weights = weights_of(index) if index in layers else ()
                     sums = _through_layer(layer_pass, index, weights)
-                    if index in layers:
-                        found[index] = [total.abs().sum(dtype=torch.float64) for total in sums]
-                    del sums
+                if index in layers:
+                    found[index] = [distributed.sum_(total).abs().sum() for total in sums]
+                del sums
     return found
 
 
@@ -91,7 +94,7 @@ def _from_the_head(layer_pass: LayerPass, batches: Sequence[Tensor], total: int)
 def _through_layer(layer_pass: LayerPass, index: int, weights: Sequence[Tensor]) -> list[Tensor]:
     """Turn the stored gradient of a layer's output into that of its input; sum θ·∂loss/∂θ."""
     store = layer_pass.store
-    sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+    sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
     with _wanting_gradients(weights):
         for number in range(len(layer_pass.calls)):
             leaf = store.get(str(index), number).requires_grad_()

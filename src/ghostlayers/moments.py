@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from .errors import CalibrationError
+from .exact_sums import Running
+from .fingerprint import function_key, tensor_sha256
 from .plan import Boundary
+from .shared_parts import Parts
 
 if TYPE_CHECKING:
     from .sweep import TokenRows
@@ -207,8 +211,7 @@ class MomentAccumulator:
         boundaries: Boundaries to measure.
         num_windows: Number of windows that the sweep will see; decides the held-out split.
         window: Longest window in tokens, for the split of a single window.
-        device: Where to keep the moments; None keeps them where the states are, or on the CPU
-            if that device has no float64.
+        device: Where to keep the moments; None: where the states are, or the CPU (no float64).
         massive: (N,) bool, the massive tokens in the order of the sweep; with it the moments are
             `RobustMoments`.
         zeros: Makes the empty moments of a hidden size and a device, if an operator needs others.
@@ -234,7 +237,35 @@ class MomentAccumulator:
         self.massive = massive
         self.zeros = zeros or (BoundaryMoments if massive is None else RobustMoments).zeros
         self.seen = 0
-        self.moments: dict[Boundary, SplitMoments[Any]] = {}
+        self.parts = Parts()
+        # By boundary, the fitting and the held-out part.
+        self.running: dict[Boundary, tuple[Running[Any], Running[Any]]] = {}
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        """JSON values that say what it adds up."""
+        return {
+            "moments": [str(boundary) for boundary in self.boundaries],
+            "windows": [self.num_windows, self.window],
+            "kind": function_key(self.zeros),
+            "massive": None if self.massive is None else tensor_sha256(self.massive),
+        }
+
+    @property
+    def moments(self) -> dict[Boundary, SplitMoments[Any]]:
+        """Moments so far, by boundary."""
+        parts = self.running.items()
+        return {b: SplitMoments(b, fit.total, held_out.total) for b, (fit, held_out) in parts}
+
+    def begin(self, token: int) -> None:
+        """Start at a token; see `sweep.Accumulator`."""
+        self.seen = token
+
+    def _start(self, boundary: Boundary, x: Tensor) -> None:
+        device = self.device or ("cpu" if x.device.type == "mps" else x.device)
+        zeros = partial(self.zeros, x.shape[1], device)
+        fit = self.parts.add(f"{boundary} fit", Running(zeros))
+        self.running[boundary] = fit, self.parts.add(f"{boundary} held out", Running(zeros))
 
     def update(self, states: Mapping[int, Tensor], rows: TokenRows) -> None:
         """Add one batch; see `sweep.Accumulator`."""
@@ -243,19 +274,15 @@ class MomentAccumulator:
         self.seen += len(held_out)
         for boundary in self.boundaries:
             x, y = states[boundary.start], states[boundary.stop]
-            if boundary not in self.moments:
-                device = self.device or ("cpu" if x.device.type == "mps" else x.device)
-                self.moments[boundary] = SplitMoments(
-                    boundary,
-                    self.zeros(x.shape[1], device),
-                    self.zeros(x.shape[1], device),
-                )
-            moments, mask = self.moments[boundary], held_out.to(x.device)
+            if boundary not in self.running:
+                self._start(boundary, x)
+            fit, rest = self.running[boundary]
+            mask = held_out.to(x.device)
             rows_of = [x, y.to(x.device)] + ([] if massive is None else [massive.to(x.device)])
             if held_out.any():
-                moments.held_out.add(*(part[mask] for part in rows_of))
+                rest.add(*(part[mask] for part in rows_of))
             if not held_out.all():
-                moments.fit.add(*(part[~mask] for part in rows_of))
+                fit.add(*(part[~mask] for part in rows_of))
 
     def result(self) -> dict[Boundary, SplitMoments[Any]]:
         """Return the moments by boundary.
@@ -263,14 +290,11 @@ class MomentAccumulator:
         Raises:
             CalibrationError: If no token was counted.
         """
-        missing = [
-            boundary
-            for boundary in self.boundaries
-            if boundary not in self.moments or self.moments[boundary].total.num_tokens == 0
-        ]
-        if missing:
+        found = self.moments
+        counts = [part.fit.num_tokens + part.held_out.num_tokens for part in found.values()]
+        if len(found) < len(self.boundaries) or not all(counts):
             raise CalibrationError(
                 "no calibration tokens: every position was masked out or no batch was given. "
                 "Give at least one window of text."
             )
-        return dict(self.moments)
+        return found

@@ -16,15 +16,16 @@ from .modeling_ghostlayers import older_keys
 TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 
 
-def write_older_keys(folder: Path, config: Any) -> None:
+def write_older_keys(folder: Path, config: Any, *, name: str = "config.json") -> None:
     """Add the old keys to the config and the tokenizer config of a checkpoint folder.
 
     Args:
-        folder: Holds `config.json`, and `tokenizer_config.json` if there is a tokenizer. What
+        folder: Holds the config, and `tokenizer_config.json` if there is a tokenizer. What
             transformers 5 reads from them stays the same.
         config: The config that was written.
+        name: Its file.
     """
-    _update(folder / "config.json", lambda values: _add_to_config(values, config))
+    _update(folder / name, lambda values: _add_to_config(values, config))
     if (folder / "tokenizer_config.json").is_file():
         _update(folder / "tokenizer_config.json", _older_tokenizer)
 

@@ -15,7 +15,13 @@ import torch
 
 from .boundary_record import boundary_entries
 from .budgets import budget_record, size_budget
-from .calibration import Windows, resolve_window, sampled_windows, text_windows
+from .calibration import (
+    Windows,
+    resolve_window,
+    sampled_windows,
+    shared_windows,
+    text_windows,
+)
 from .config import PruneConfig
 from .decoder import num_decoder_layers, remove_layers_, text_config
 from .errors import CalibrationError, PlanError
@@ -80,7 +86,7 @@ def calibration_windows(
         raise CalibrationError("`tokenizer` is None. Give the model's tokenizer or `windows`.")
     window = resolve_window(config.window, model.config)
     if config.calibration == "self":
-        return sampled_windows(
+        windows = sampled_windows(
             model,
             tokenizer,
             num_windows=config.num_windows,
@@ -88,9 +94,11 @@ def calibration_windows(
             seed=config.seed,
             progress=progress,
         )
-    return text_windows(
-        tokenizer, config.calibration, num_windows=config.num_windows, window=window
-    )
+    else:
+        windows = text_windows(
+            tokenizer, config.calibration, num_windows=config.num_windows, window=window
+        )
+    return shared_windows(windows)
 
 
 def allowed_layers(config: PruneConfig, model_config: Any) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ def rank_errors(
     """Fit `ghost` at every cut and measure what its map is worth at each rank.
 
     One sweep up to the last cut serves all of them; every cut is fitted on states of the dense
-    model. Memory: 32·C² bytes per cut.
+    model. Memory: 64·C² bytes per cut.
 
     Args:
         model: The dense model; it is left as it is.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -49,8 +50,14 @@ def plain(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file with sorted structure kept as given and a final newline."""
-    path.write_text(json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Write a JSON file with a final newline; it appears when it is complete."""
+    text = json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n"
+    if path.exists() and not path.is_file():  # such as /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
+    part = path.with_name(f".{path.name}.incomplete-{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from . import distributed
+from .fingerprint import tensor_sha256
 from .moments import HELD_OUT_EVERY, held_out_windows
+from .shared_parts import Parts
 from .token_classes import NormAccumulator
 
 if TYPE_CHECKING:
@@ -95,6 +98,20 @@ class RecoverabilityAccumulator:
         self.held_out = _held_out(self.tokens, num_windows, window)
         self.kept = torch.empty(num_layers + 1, count, hidden_size)
         self.seen = self.filled = 0
+        self.first: int | None = None  # the first column that this process fills
+        self.parts = Parts()
+        self.parts.add("norms", self.norms.parts)
+        self.parts.add("kept", _Kept(self))
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        """JSON values that say what it keeps."""
+        return {**self.norms.key, "tokens": tensor_sha256(self.tokens)}
+
+    def begin(self, token: int) -> None:
+        """Start at a token; see `sweep.Accumulator`."""
+        self.seen, self.filled = token, int((self.tokens < token).sum())
+        self.first = self.filled if self.first is None else self.first
 
     def update(self, states: Mapping[int, Tensor], rows: TokenRows) -> None:
         """Add one batch; see `sweep.Accumulator`."""
@@ -144,6 +161,35 @@ class RecoverabilityAccumulator:
             for stop, pair in zip(stops, errors, strict=True):
                 before[start, stop], after[start, stop] = pair
         return Recoverability(before, after, len(fit), len(test), ridge)
+
+
+class _Kept:
+    """The kept states, saved and put together; the tokens of one process are consecutive."""
+
+    def __init__(self, of: RecoverabilityAccumulator) -> None:
+        self.of = of
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all there is to save, by name."""
+        first = self.of.first or 0
+        return {
+            "first": torch.tensor(first),
+            "states": self.of.kept[:, first : self.of.filled],
+        }
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `tensors` returned."""
+        self.of.first, states = int(tensors["first"]), tensors["states"]
+        self.of.kept[:, self.of.first : self.of.first + states.shape[1]] = states
+
+    def combine(self) -> None:
+        """Put the states of all processes together."""
+        if distributed.size() == 1:
+            return
+        ends = distributed.gather_each(self.of.filled)
+        for source, (start, stop) in enumerate(zip([0, *ends], ends, strict=False)):
+            sent = self.of.kept[:, start:stop].contiguous()
+            self.of.kept[:, start:stop] = distributed.broadcast_(sent, source)
 
 
 def _held_out(tokens: Tensor, num_windows: int, window: int) -> Tensor:

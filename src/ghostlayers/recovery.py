@@ -224,9 +224,10 @@ class _Fitter:
         )
 
         def add(batch: BoundaryBatch) -> None:
+            accumulator.begin(batch.token)
             accumulator.update({boundary.start: batch.x, boundary.stop: batch.y}, batch.rows)
 
-        runs.run(add)
+        runs.run(add, parts=accumulator.parts, key=accumulator.key)
         split, rule = accumulator.result()[boundary], None
         if self.massive is not None:
             rule = runs.sink_rule(split, self.massive)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from . import distributed
 from .decoder import decoder_layers, frozen_copy, input_device, input_embeddings, share_tensors
 from .divergence import top_k_divergence
 from .guard import MIN_WINDOWS, first_changed_layer, guard_windows
@@ -31,11 +32,11 @@ from .modeling_ghostlayers import GhostOperator
 from .moments import held_out_windows
 from .operators import REFINED, OperatorFit
 from .plan import Boundary, PruningPlan
-from .repairs import apply_repairs_, is_tested, without_held_out
+from .repairs import apply_repairs_, is_tested, with_change, without_held_out
 from .suffix import Suffix, SuffixScorer, fed
 from .sweep import batches_of
 from .teacher_logits import top_of
-from .trained_maps import TrainedMap, recording, take_gradients_
+from .trained_maps import TrainedMap, recording, take_gradients_, take_weights_of_first_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -151,29 +152,13 @@ class _Student:
         """Add what the steps changed to the fits with and without the held-out windows."""
         new = dict(given)
         for (boundary, name), trained in self.maps.items():
-            new[boundary] = _changed(new[boundary], name, trained.change)
+            new[boundary] = with_change(new[boundary], name, trained.change)
         return new
 
 
 def _linear_of(operator: GhostOperator, name: str) -> torch.nn.Module:
     module: torch.nn.Module = getattr(operator, "map" if name == "m" else name)
     return module
-
-
-def _changed(fit: OperatorFit, name: str, change: Tensor) -> OperatorFit:
-    """Return a fit with a change added to a weight (stored layout) or a tensor (transposed)."""
-
-    def added(old: Mapping[str, Tensor], change: Tensor) -> dict[str, Tensor]:
-        if name not in old:
-            return dict(old)
-        value = old[name].float() + change.to(old[name].device)
-        return {**old, name: value.to(old[name].dtype)}
-
-    if name in fit.weights:
-        weights, part = added(fit.weights, change), added(fit.weights_part, change)
-        return replace(fit, weights=weights, weights_part=part)
-    tensors, part = added(fit.tensors, change.T), added(fit.fit_part, change.T)
-    return replace(fit, tensors=tensors, fit_part=part)
 
 
 def refine_repairs(
@@ -191,7 +176,8 @@ def refine_repairs(
     """Refine the most complex repair of every boundary, all of them together.
 
     What the steps add to the repairs fitted without the held-out windows is added to those fitted
-    on all windows as well: one run of steps serves both.
+    on all windows as well: one run of steps serves both. Every process of a session makes all
+    steps, which follow one another; the first one's result is that of all.
 
     Args:
         dense: The dense model; it is left as it is.
@@ -211,31 +197,28 @@ def refine_repairs(
     first = {boundary: ladder[0] for boundary, ladder in ladders.items() if ladder}
     if not first:
         return Refined(ladders, None)
-    reason = _obstacle(dense, first.values(), ids)
-    if reason is not None:
+    reasons = distributed.gather_each(_obstacle(dense, first.values(), ids))
+    if reason := next(filter(None, reasons), None):
         return Refined(ladders, {"steps": 0, "skipped": reason}, (f"not refined: {reason}.",))
-    held_out = set(held_out_windows(len(ids)))
-    chosen = [window for window in range(len(ids)) if window not in held_out]
-    chosen = _spread(chosen, steps * batch_size)
     start = first_changed_layer(plan, ladders)
-    scorers = [
-        SuffixScorer(dense, part, batch_size=batch_size, progress=False)
-        for part in (ids[chosen], guard_windows(ids))
-    ]
-    train, test = (_Windows.of(scorer, start) for scorer in scorers)
-    student = _Student.of(scorers[1].suffix(pruned, plan, start), first)
-    before = student.mean_divergence(test)
-    losses = _follow(student, train, steps, seed, progress=progress)
-    after = student.mean_divergence(test) if len(losses) == steps else math.inf
+    with distributed.section(), distributed.alone():
+        scorers = _scorers(dense, ids, steps * batch_size, batch_size)
+        train, test = (_Windows.of(scorer, start) for scorer in scorers)
+        student = _Student.of(scorers[1].suffix(pruned, plan, start), first)
+        before = student.mean_divergence(test)
+        losses = _follow(student, train, steps, seed, progress=progress)
+        after = student.mean_divergence(test) if len(losses) == steps else math.inf
+    take_weights_of_first_(list(student.maps.values()))
     record = {
         "steps": steps,
-        "windows": len(chosen),
+        "windows": len(scorers[0].ids),
         "held_out_windows": len(scorers[1].ids),
         "held_out_divergence_before": before,
         "held_out_divergence_after": after if math.isfinite(after) else None,
         "used": after < before,
     }
-    if not after < before:
+    record = distributed.same(record)
+    if not record["used"]:
         return Refined(ladders, record)
     refined = {}
     for boundary, fit in student.fits(first).items():
@@ -253,6 +236,19 @@ def _obstacle(dense: PreTrainedModel, fits: Iterable[OperatorFit], ids: Tensor) 
     if any(parameter.is_meta for parameter in dense.parameters()):
         return "a weight of the model is offloaded"
     return None
+
+
+def _scorers(
+    dense: PreTrainedModel, ids: Tensor, count: int, batch_size: int
+) -> tuple[SuffixScorer, SuffixScorer]:
+    """Return what runs up to `count` windows to follow, and what runs those to test on."""
+    held_out = set(held_out_windows(len(ids)))
+    chosen = _spread([window for window in range(len(ids)) if window not in held_out], count)
+    follow, test = (
+        SuffixScorer(dense, part, batch_size=batch_size, progress=False)
+        for part in (ids[chosen], guard_windows(ids))
+    )
+    return follow, test
 
 
 def _spread(windows: list[int], count: int) -> list[int]:

@@ -12,6 +12,7 @@ from .plan import Boundary, PruningPlan
 from .steps import attach_operators_
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 
@@ -70,3 +71,19 @@ def apply_repairs_(
     if attached:
         attach_operators_(pruned, plan, attached)
     return changed
+
+
+def with_change(fit: OperatorFit, name: str, change: Tensor) -> OperatorFit:
+    """Return a fit with a change added to a weight (stored layout) or a tensor (transposed)."""
+
+    def added(old: Mapping[str, Tensor], change: Tensor) -> dict[str, Tensor]:
+        if name not in old:
+            return dict(old)
+        value = old[name].float() + change.to(old[name].device)
+        return {**old, name: value.to(old[name].dtype)}
+
+    if name in fit.weights:
+        weights, part = added(fit.weights, change), added(fit.weights_part, change)
+        return replace(fit, weights=weights, weights_part=part)
+    tensors, part = added(fit.tensors, change.T), added(fit.fit_part, change.T)
+    return replace(fit, tensors=tensors, fit_part=part)

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from .boundary_runs import BoundaryBatch, BoundaryRuns
 from .decoder import decoder_layers, text_config
-from .errors import CalibrationError
+from .exact_sums import SplitSums
 from .feature_moments import FeatureMoments
 from .fold_plan import check_memory, moments_device
 from .fold_sites import FoldSite
 from .offload import stored_tensor
 from .operators import OperatorFit
 from .operators.replaceme import TokenStates, TransformFit, fit_cosine, fit_lstsq
+from .shared_parts import Rows
 
 if TYPE_CHECKING:
     from .config import PruneConfig
@@ -66,7 +67,7 @@ def fit_replaceme_boundary(
         CalibrationError: If the states that the cosine needs do not fit into memory.
     """
     collected = TransformMoments(runs, site, config)
-    runs.run(collected.add, [site.path])
+    runs.run(collected.add, [site.path], parts=collected.sums.parts, key=collected.key)
     return collected.fit()
 
 
@@ -88,24 +89,29 @@ class TransformMoments:
         self.runs, self.site, self.config = runs, site, config
         size = int(text_config(runs.dense.config).hidden_size)
         self.device = moments_device(runs.dense, config)
-        zeros = FeatureMoments.zeros
-        self.parts = zeros(size, size, self.device), zeros(size, size, self.device)
+        self.sums: SplitSums[FeatureMoments] = SplitSums()
+        self.parts = self.sums.started(lambda: FeatureMoments.zeros(size, size, self.device))
         self.keeps = config.recover == "replaceme-cosine"
         self.chosen = torch.zeros(runs.ids.numel(), dtype=torch.bool)
         if self.keeps:
             kept = kept_tokens(runs.ids.numel(), size, config.seed)
             check_memory(BYTES_PER_NUMBER * size * len(kept), self.device, config)
             self.chosen[kept] = True
-        self.states: tuple[list[TokenStates], list[TokenStates]] = ([], [])
-        self.output, self.seen = _output_map(runs, site, self.device), 0
+        part = self.sums.parts.add
+        self.states = [[part(f"{i}{k}", Rows()) for k in "mry"] for i in range(2)]
+        self.output = _output_map(runs, site, self.device)
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """JSON values that say what it adds up."""
+        return {"recover": self.config.recover, "seed": self.config.seed if self.keeps else None}
 
     def add(self, batch: BoundaryBatch) -> None:
         """Add one batch."""
         device = self.device
         m = self.output(batch.inputs[self.site.path].to(device, torch.float64))
         x, y = (state.to(device, torch.float64) for state in (batch.x, batch.y))
-        wanted = self.chosen[self.seen : self.seen + len(x)].to(device)
-        self.seen += len(x)
+        wanted = self.chosen[batch.token :][: len(x)].to(device)
         held_out = batch.held_out.to(device)
         for moments, states, mask in zip(
             self.parts, self.states, (~held_out, held_out), strict=True
@@ -113,8 +119,8 @@ class TransformMoments:
             if mask.any():
                 moments.add(m[mask], (y - x)[mask], y[mask])
             if self.keeps:
-                rows = [part[mask & wanted].float() for part in (m, x - m, y)]
-                states.append(TokenStates(*rows))
+                for rows, part in zip(states, (m, x - m, y), strict=True):
+                    rows.append(part[mask & wanted].float())
 
     def fit(self) -> tuple[OperatorFit, ...]:
         """Fit the transform and merge it; one fit.
@@ -122,14 +128,13 @@ class TransformMoments:
         Raises:
             CalibrationError: If no token was added.
         """
-        if not self.seen:
-            raise CalibrationError("no calibration tokens: give at least one window of text.")
         layer = decoder_layers(self.runs.dense)[self.runs.boundary.start - 1]
-        fit, held_out = self.parts
+        fit, held_out = self.sums.totals()
         size = len(fit.gram)
         total = FeatureMoments.zeros(size, size, self.device).add_(fit).add_(held_out)
         if self.keeps:
-            found = fit_cosine(*map(_joined, self.states))
+            kept = [TokenStates(*(rows.joined() for rows in part)) for part in self.states]
+            found = fit_cosine(*kept)
         else:
             found = fit_lstsq(fit, held_out, total, ridge=self.config.ridge)
         diagnostics = {
@@ -172,11 +177,6 @@ def _output_map(
         return site.scale * (z @ a + shift)
 
     return output
-
-
-def _joined(parts: list[TokenStates]) -> TokenStates:
-    columns = zip(*((part.m, part.rest, part.y) for part in parts), strict=True)
-    return TokenStates(*(torch.cat(column) for column in columns))
 
 
 def _errors(total: FeatureMoments, held_out: FeatureMoments, found: TransformFit) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
+from . import distributed
 from .candidates import Candidate, starting_candidates, swaps
 from .config import PruneConfig
 from .decoder import text_config
@@ -184,7 +185,7 @@ class _Judge:
         """Fit the operators of new boundaries, without the held-out windows."""
         missing = sorted(boundaries - set(self.fits))
         size = text_config(self.model.config).hidden_size
-        count = max(1, MAX_MOMENTS_BYTES // (4 * 8 * size**2))
+        count = max(1, MAX_MOMENTS_BYTES // (8 * 8 * size**2))
         batches = batches_of(self.ids, self.config.batch_size)
         for first in range(0, len(missing), count):
             group = missing[first : first + count]
@@ -256,7 +257,7 @@ def search_layers(
         massive = massive.view(len(ids), -1)[chosen].flatten()
     judge = _Judge(model, ids[chosen], config, massive, progress=progress)
     depth = context.similarity.num_layers
-    start = starting_candidates(context)
+    start = distributed.same(starting_candidates(context))
     lossless = judge.scorer.dense_losses(
         {first_state(PruningPlan(depth, candidate.removed)) for candidate in start}
     )

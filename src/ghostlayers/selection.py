@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from . import distributed
 from .decoder import decoder_layers
 from .model_selection import choose_by_model
 from .operators import ROBUST
@@ -118,7 +119,7 @@ def choose_layers(
             model, ids, config, allowed=allowed, similarity=similarity, progress=progress
         )
         return Selection(
-            PruningPlan(len(decoder_layers(model)), choice.removed),
+            PruningPlan(len(decoder_layers(model)), distributed.same(choice.removed)),
             similarity,
             None if measured is None else measured.massive,
             selection=choice.record,
@@ -138,6 +139,7 @@ def choose_layers(
             allowed=allowed,
             seed=config.seed,
         )
+        plan = PruningPlan(plan.num_layers, distributed.same(plan.removed))
         return Selection(plan, similarity, massive)
     context = SelectionContext(similarity, budget, tuple(allowed), config.num_clusters, config.seed)
     found = search_layers(model, ids, context, config, massive=massive, progress=progress)

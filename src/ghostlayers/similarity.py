@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -64,6 +64,24 @@ class Similarity:
         return float(-np.log2(mean)) if mean > 0 else float("inf")
 
 
+@dataclass
+class CosineSums:
+    """Sums of cosines.
+
+    Attributes:
+        total: (L+1, L+1) float64.
+        num_tokens: Number N of counted tokens.
+    """
+
+    total: torch.Tensor
+    num_tokens: int = 0
+
+    def add(self, total: torch.Tensor, num_tokens: int) -> None:
+        """Add those of other tokens."""
+        self.total += total
+        self.num_tokens += num_tokens
+
+
 class SimilarityAccumulator:
     """Sums cosine similarities over batches; no activation outlives its batch.
 
@@ -73,10 +91,26 @@ class SimilarityAccumulator:
     """
 
     def __init__(self, num_layers: int, over: str = CHANNELS) -> None:
+        import torch
+
+        from .exact_sums import Running
+        from .shared_parts import Parts
+
         self.over = over
         self.states: Sequence[int] = range(num_layers + 1)
-        self.total = np.zeros((num_layers + 1, num_layers + 1))
-        self.num_tokens = 0
+        shape = (num_layers + 1, num_layers + 1)
+        self.parts = Parts()
+        self.running: Any = self.parts.add(
+            "cosines", Running(lambda: CosineSums(torch.zeros(shape, dtype=torch.float64)))
+        )
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        """JSON values that say what it adds up."""
+        return {"cosines": len(self.states), "over": self.over}
+
+    def begin(self, token: int) -> None:
+        """Start at a token; see `sweep.Accumulator`."""
 
     def update(self, states: Mapping[int, torch.Tensor], rows: TokenRows) -> None:
         """Add one batch.
@@ -88,20 +122,20 @@ class SimilarityAccumulator:
         import torch
 
         if self.over == SEQUENCE:
-            self.total += sequence_cosines(states, rows).numpy()
-            self.num_tokens += len(rows.window)
+            self.running.add(sequence_cosines(states, rows), len(rows.window))
             return
         count, size = states[0].shape
         shape = (len(self.states), min(CHUNK_TOKENS, count), size)
         unit = torch.empty(shape, dtype=states[0].dtype, device=states[0].device)
+        total = torch.zeros(len(self.states), len(self.states), dtype=torch.float64)
         for first in range(0, count, CHUNK_TOKENS):
             chunk = unit[:, : min(CHUNK_TOKENS, count - first)]
             for index in self.states:
                 part = states[index][first : first + CHUNK_TOKENS]
                 chunk[index] = torch.nn.functional.normalize(part, dim=-1)
             flat = chunk.flatten(1)  # (L+1, n·C)
-            self.total += (flat @ flat.T).double().cpu().numpy()
-        self.num_tokens += count
+            total += (flat @ flat.T).double().cpu()
+        self.running.add(total, count)
 
     def result(self) -> Similarity:
         """Return the mean over all tokens added so far.
@@ -109,12 +143,13 @@ class SimilarityAccumulator:
         Raises:
             CalibrationError: If no token was counted.
         """
-        if self.num_tokens == 0:
+        sums: CosineSums = self.running.total
+        if sums.num_tokens == 0:
             raise CalibrationError(
                 "no calibration tokens: every position was masked out or no batch was given. "
                 "Give at least one window of text."
             )
-        mean = self.total / self.num_tokens
+        mean = sums.total.numpy() / sums.num_tokens
         mean = np.clip((mean + mean.T) / 2.0, -1.0, 1.0)
         np.fill_diagonal(mean, 1.0)
-        return Similarity(matrix=mean, num_tokens=self.num_tokens)
+        return Similarity(matrix=mean, num_tokens=sums.num_tokens)

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from . import distributed
 from .decoder import base_model, decoder_layers, input_device, remove_layers_, share_tensors
 from .errors import UnsupportedModelError
-from .evaluation import window_losses
+from .evaluation import local_losses
 from .layerwise import runs_layerwise
 from .layerwise_runs import losses_layerwise, states_layerwise
 from .model_checks import LOW_PRECISION, evaluating
@@ -110,10 +111,12 @@ class SuffixScorer:
     ) -> None:
         self.model = model
         self.ids = ids
+        self.own = distributed.own_windows(len(ids), batch_size)
         self.batch_size = batch_size
         self.description = description
         self.progress = progress
-        # By index, one (B, T, C) tensor per batch, on the CPU in the model's dtype; None: unusable.
+        # By index, one (B, T, C) tensor for each of this process' batches, on the CPU in the
+        # model's dtype; None: unusable.
         self.states: dict[int, list[Tensor] | None] = {}
         self._dense: list[float] | None = None
 
@@ -123,29 +126,32 @@ class SuffixScorer:
         Args:
             states: Hidden states to keep in the same forward pass.
         """
-        states = set(states)
+        states = {state for state in states if state > 0}
         if self._dense is not None:
             self.keep(states)
             return self._dense
-        if runs_layerwise(self.model):
-            self._dense, kept = losses_layerwise(
-                self.model,
-                self.ids,
-                batch_size=self.batch_size,
-                keep={state for state in states if state > 0},
-                description=self.description,
-                progress=self.progress,
-            )
-            self.states |= kept
-            return self._dense
-        with self.keeping(self.model, states):
-            self._dense = window_losses(
-                self.model,
-                self.ids,
-                batch_size=self.batch_size,
-                description=self.description,
-                progress=self.progress,
-            )
+        found: dict[int, list[Tensor]] = {state: [] for state in states}
+        with distributed.section():
+            if runs_layerwise(self.model):
+                losses, found = losses_layerwise(
+                    self.model,
+                    self.ids[self.own],
+                    batch_size=self.batch_size,
+                    keep=states,
+                    description=self.description,
+                    progress=self.progress,
+                )
+            else:
+                with _copying(self.model, found):
+                    losses = local_losses(
+                        self.model,
+                        self.ids[self.own],
+                        batch_size=self.batch_size,
+                        description=self.description,
+                        progress=self.progress,
+                    )
+        self._store(found)
+        self._dense = distributed.gather(losses)
         return self._dense
 
     def keep(self, states: Iterable[int]) -> None:
@@ -157,29 +163,38 @@ class SuffixScorer:
         if not missing:
             return
         prefix = prefix_model(self.model, max(missing))
-        if runs_layerwise(prefix):
-            self.states |= states_layerwise(prefix, self.ids, missing, batch_size=self.batch_size)
-            return
-        base, device = base_model(prefix), input_device(prefix)
-        with evaluating(prefix), self.keeping(prefix, missing):
-            for part in batches_of(self.ids, self.batch_size):
-                base(input_ids=part.to(device), use_cache=False)
+        found: dict[int, list[Tensor]] = {state: [] for state in missing}
+        with distributed.section():
+            if runs_layerwise(prefix):
+                own, size = self.ids[self.own], self.batch_size
+                found = states_layerwise(prefix, own, missing, batch_size=size)
+            else:
+                base, device = base_model(prefix), input_device(prefix)
+                with evaluating(prefix), _copying(prefix, found):
+                    for part in self.batches():
+                        base(input_ids=part.to(device), use_cache=False)
+        self._store(found)
+
+    def batches(self, values: Tensor | None = None) -> list[Tensor]:
+        """Return this process' batches of the windows, or of other (n, T) values."""
+        values = self.ids if values is None else values
+        return batches_of(values[self.own], self.batch_size)
 
     @contextmanager
     def keeping(self, model: PreTrainedModel, states: Iterable[int]) -> Iterator[None]:
-        """Keep dense hidden states of the forward passes over `batches_of(ids, batch_size)`."""
+        """Keep dense hidden states of the forward passes over `batches()`."""
         found: dict[int, list[Tensor]] = {state: [] for state in states if state > 0}
-
-        def keep(index: int, state: Tensor) -> None:
-            found[index].append(state.detach().to("cpu", copy=True))
-
-        with capture(decoder_layers(model), found, keep):
+        with _copying(model, found):
             yield
-        batches = batches_of(self.ids, self.batch_size)
-        for index, parts in found.items():
-            shapes = [tuple(part.shape[:2]) for part in parts]
-            usable = shapes == [tuple(batch.shape) for batch in batches]
-            self.states[index] = parts if usable else None
+        self._store(found)
+
+    def _store(self, found: Mapping[int, list[Tensor]]) -> None:
+        """Keep what was captured, where it is one (B, T, C) state per batch on every process."""
+        expected = [tuple(batch.shape) for batch in self.batches()]
+        for index in sorted(found):
+            parts = found[index]
+            usable = [tuple(part.shape[:2]) for part in parts] == expected
+            self.states[index] = parts if distributed.everyone(usable) else None
 
     def suffix(
         self, pruned: PreTrainedModel, plan: PruningPlan, start: int | None = None
@@ -208,11 +223,13 @@ class SuffixScorer:
         lower = {layer for layer in plan.kept if layer < start}
         lacking = PruningPlan(plan.num_layers, (*plan.removed, *lower))
         suffix = Suffix(model, lacking, start)
-        return suffix if self._agrees(pruned, model, parts[0]) else whole
+        with distributed.section():
+            agrees = not parts or self._agrees(pruned, model, parts[0])
+        return suffix if distributed.everyone(agrees) else whole
 
     def _agrees(self, pruned: PreTrainedModel, model: PreTrainedModel, state: Tensor) -> bool:
         """Compare a suffix with its whole model on a few tokens: layers may share more states."""
-        ids = self.ids[:1, :PROBE_TOKENS].to(input_device(pruned))
+        ids = self.ids[self.own][:1, :PROBE_TOKENS].to(input_device(pruned))
         with evaluating(pruned):
             wanted = pruned(input_ids=ids, use_cache=False).logits.float()
         feeding = fed(decoder_layers(model)[0], state[:1, :PROBE_TOKENS])
@@ -234,36 +251,37 @@ class SuffixScorer:
         states: Sequence[Tensor] | None = None
         if suffix.start is not None:
             states = self.states[suffix.start]
-        if states is None:
-            return window_losses(
-                suffix.model,
-                self.ids,
-                batch_size=self.batch_size,
-                targets=targets,
-                description=self.description,
-                progress=self.progress,
-            )
-        if runs_layerwise(suffix.model):
-            return losses_layerwise(
-                suffix.model,
-                self.ids,
-                batch_size=self.batch_size,
-                targets=targets,
-                entering=states,
-                description=self.description,
-                progress=self.progress,
-            )[0]
-        first, losses = decoder_layers(suffix.model)[0], list[float]()
-        batches = batches_of(self.ids, self.batch_size)
-        wanted = batches if targets is None else batches_of(targets, self.batch_size)
-        bar = tqdm(batches, desc=self.description, disable=None if self.progress else True)
-        for part, target, state in zip(bar, wanted, states, strict=True):
+        with distributed.section():
+            own = self._own_losses(suffix.model, targets, states)
+        return distributed.gather(own)
+
+    def _own_losses(
+        self, model: PreTrainedModel, targets: Tensor | None, states: Sequence[Tensor] | None
+    ) -> list[float]:
+        """Return the losses of this process' windows."""
+        if states is None or runs_layerwise(model):
+            own, more = self.ids[self.own], None if targets is None else targets[self.own]
+            shared: dict[str, Any] = {"batch_size": self.batch_size, "targets": more}
+            shared |= {"description": self.description, "progress": self.progress}
+            if states is None:
+                return local_losses(model, own, **shared)
+            return losses_layerwise(model, own, entering=states, **shared)[0]
+        first, losses = decoder_layers(model)[0], list[float]()
+        bar = tqdm(self.batches(), self.description, disable=None if self.progress else True)
+        for part, target, state in zip(bar, self.batches(targets), states, strict=True):
             with fed(first, state):
-                losses += window_losses(
-                    suffix.model,
-                    part,
-                    batch_size=self.batch_size,
-                    targets=target,
-                    progress=False,
+                losses += local_losses(
+                    model, part, batch_size=self.batch_size, targets=target, progress=False
                 )
         return losses
+
+
+@contextmanager
+def _copying(model: PreTrainedModel, found: Mapping[int, list[Tensor]]) -> Iterator[None]:
+    """Append a copy of the wanted hidden states of each forward pass, on the CPU."""
+
+    def keep(index: int, state: Tensor) -> None:
+        found[index].append(state.detach().to("cpu", copy=True))
+
+    with capture(decoder_layers(model), found, keep):
+        yield

@@ -9,43 +9,26 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from . import distributed
+from .accumulators import Accumulator as Accumulator
+from .accumulators import SharedAccumulator
+from .accumulators import TokenRows as TokenRows
+from .accumulators import token_rows as token_rows
 from .decoder import base_model, check_ids, decoder_layers, input_device, text_config
 from .errors import CalibrationError, UnsupportedModelError
+from .shared_parts import Parts
+from .shared_sweep import SweepPart, model_key, run_sweep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Batch = Tensor | Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class TokenRows:
-    """Where the counted tokens of a batch stand.
-
-    Attributes:
-        window: (N,) int64, number of the calibration window, counted over the whole sweep.
-        position: (N,) int64, position in its window; the first counted token has position 0.
-    """
-
-    window: Tensor
-    position: Tensor
-
-
-class Accumulator(Protocol):
-    """Something that reads hidden states batch by batch."""
-
-    @property
-    def states(self) -> Sequence[int]:
-        """Indices of the hidden states it reads."""
-
-    def update(self, states: Mapping[int, Tensor], rows: TokenRows) -> None:
-        """Add one batch: `states[l]` is (N, C), the counted tokens of hidden state l."""
 
 
 def hidden_state(output: Any) -> Tensor:
@@ -100,20 +83,7 @@ def split_batch(batch: Batch) -> tuple[Tensor, Tensor | None]:
 
 def batches_of(windows: Tensor, batch_size: int) -> list[Tensor]:
     """Cut (n, T) windows into batches of at most `batch_size` windows."""
-    return list(windows.split(batch_size))
-
-
-def token_rows(ids: Tensor, mask: Tensor | None, first_window: int) -> tuple[TokenRows, Tensor]:
-    """Locate the counted tokens of a batch.
-
-    Returns:
-        The rows, and their indices (N,) into the flattened (B·T) batch.
-    """
-    counted = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-    flat = counted.flatten().nonzero().squeeze(1)
-    window = (flat // ids.shape[1]) + first_window
-    position = (counted.long().cumsum(dim=1) - 1).flatten()[flat]
-    return TokenRows(window=window, position=position), flat
+    return list(windows.split(batch_size)) if len(windows) else []
 
 
 @dataclass(frozen=True)
@@ -124,11 +94,13 @@ class Captured:
         states: (N, C) counted tokens by index of the hidden state.
         inputs: (N, K) what entered a watched module, by its name.
         rows: Where the tokens stand.
+        batches: How many batches there are up to this one, those without counted tokens included.
     """
 
     states: dict[int, Tensor]
     inputs: dict[str, Tensor]
     rows: TokenRows
+    batches: int
 
 
 @contextmanager
@@ -153,6 +125,8 @@ def stream(
     batches: Iterable[Batch],
     states: Iterable[int],
     modules: Mapping[str, nn.Module] | None = None,
+    *,
+    part: SweepPart | None = None,
 ) -> Iterator[Captured]:
     """Run the base model batch by batch and yield what the counted tokens look like.
 
@@ -161,6 +135,7 @@ def stream(
         batches: (B, T) int64 token ids, or mappings with `input_ids` and `attention_mask`.
         states: Indices of the hidden states to capture.
         modules: Modules of the model whose input to capture, by any name.
+        part: Where the batches stand in a sweep of which they are a part.
 
     Yields:
         One `Captured` per batch; tensors are float32 (float64 if they were). It is emptied when
@@ -174,7 +149,7 @@ def stream(
     from .layerwise_runs import stream_layerwise
 
     if runs_layerwise(model):
-        yield from stream_layerwise(model, batches, states, modules)
+        yield from stream_layerwise(model, batches, states, modules, part=part)
         return
     base, layers, wanted = base_model(model), decoder_layers(model), sorted(set(states))
     captured: dict[int, Tensor] = {}
@@ -193,8 +168,8 @@ def stream(
         inputs[name] = rows if rows.dtype == torch.float64 else rows.float()
 
     size = text_config(model.config).hidden_size
-    window = 0
-    for batch in batches:
+    window = 0 if part is None else part.first_window
+    for number, batch in enumerate(batches, start=1):
         ids, mask = split_batch(batch)
         check_ids(model, ids)
         rows, flat = token_rows(ids, mask, window)
@@ -202,6 +177,8 @@ def stream(
         shape = (ids.shape[0], ids.shape[1], size)
         if not len(flat):
             continue
+        if part is not None and part.idle:
+            rows, flat = TokenRows(rows.window[:0], rows.position[:0]), flat[:0]
         arguments = base_arguments(model, ids, mask)
         captured, inputs, training = {}, {}, model.training
         model.eval()
@@ -210,7 +187,7 @@ def stream(
                 base(**arguments, use_cache=False)
         finally:
             model.train(training)
-        yield Captured(captured, inputs, rows)
+        yield Captured(captured, inputs, rows, number)
         captured.clear()  # the consumer may hold on to it during the next pass
         inputs.clear()
 
@@ -257,9 +234,43 @@ def sweep(
         CalibrationError: If a captured state is not finite; the layer and the dtype are named.
     """
     wanted = {state for accumulator in accumulators for state in accumulator.states}
-    for seen in stream(model, progress_bar(batches, description, progress), wanted):
-        for accumulator in accumulators:
-            accumulator.update(seen.states, seen.rows)
+    shared = [each for each in accumulators if isinstance(each, SharedAccumulator)]
+    if len(shared) < len(accumulators):
+        if distributed.size() > 1:
+            raise CalibrationError(
+                "an accumulator without `parts`, `key` and `begin` reads a sweep of several "
+                "processes. Add them, or run one process."
+            )
+        for seen in stream(model, progress_bar(batches, description, progress), wanted):
+            for accumulator in accumulators:
+                accumulator.update(seen.states, seen.rows)
+        return
+    parts = Parts()
+    for number, accumulator in enumerate(shared):
+        parts.add(f"{number}", accumulator.parts)
+
+    def passes(batches: Iterable[Batch], part: SweepPart) -> Iterator[int]:
+        for seen in stream(model, batches, wanted, part=part):
+            for accumulator in accumulators:
+                accumulator.update(seen.states, seen.rows)
+            yield seen.batches
+
+    def begin(token: int) -> None:
+        for accumulator in shared:
+            accumulator.begin(token)
+
+    run_sweep(
+        batches,
+        parts,
+        passes,
+        bar=lambda items: progress_bar(items, description, progress),
+        begin=begin,
+        key=lambda: {
+            "sweep": description,
+            "accumulators": [accumulator.key for accumulator in shared],
+            **model_key(model),
+        },
+    )
 
 
 def _not_one_stream(model: PreTrainedModel, index: int, state: Tensor, repeated: bool) -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .errors import CalibrationError
+from .fingerprint import tensor_sha256
+from .shared_parts import Parts, Rows
 
 if TYPE_CHECKING:
     from .plan import Boundary
@@ -42,12 +44,21 @@ class NormAccumulator:
 
     def __init__(self, num_layers: int) -> None:
         self.states: Sequence[int] = range(1, num_layers + 1)
-        self.parts: list[Tensor] = []
+        self.parts = Parts()
+        self.norms: Rows = self.parts.add("norms", Rows(dim=1))
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        """JSON values that say what it keeps."""
+        return {"norms": len(self.states)}
+
+    def begin(self, token: int) -> None:
+        """Start at a token; see `sweep.Accumulator`."""
 
     def update(self, states: Mapping[int, Tensor], rows: TokenRows) -> None:
         """Add one batch; see `sweep.Accumulator`."""
         norms = [torch.linalg.vector_norm(states[index].float(), dim=-1) for index in self.states]
-        self.parts.append(torch.stack([norm.cpu() for norm in norms]))
+        self.norms.append(torch.stack([norm.cpu() for norm in norms]))
 
     def massive(self) -> Tensor:
         """Return (N,) bool: tokens that are massive in any state, in the order of the sweep.
@@ -57,12 +68,12 @@ class NormAccumulator:
         Raises:
             CalibrationError: If no token was counted.
         """
-        if not self.parts:
+        if not self.norms.batches:
             raise CalibrationError(
                 "no calibration tokens: every position was masked out or no batch was given. "
                 "Give at least one window of text."
             )
-        norms = torch.cat(self.parts, dim=1)
+        norms = self.norms.joined()
         return torch.stack([above_the_gap(state) for state in norms]).any(dim=0)
 
 
@@ -198,7 +209,18 @@ class ScoreAccumulator:
         self.states: Sequence[int] = tuple(sorted({b.start for b in directions}))
         self.massive = massive
         self.seen = 0
-        self.parts: dict[Boundary, list[Tensor]] = {b: [] for b in directions}
+        self.parts = Parts()
+        self.rows: dict[Boundary, Rows] = {b: self.parts.add(str(b), Rows()) for b in directions}
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        """JSON values that say what it keeps."""
+        hashes = {str(b): tensor_sha256(u) for b, u in self.directions.items()}
+        return {"scores": hashes, "massive": tensor_sha256(self.massive)}
+
+    def begin(self, token: int) -> None:
+        """Start at a token; see `sweep.Accumulator`."""
+        self.seen = token
 
     def update(self, states: Mapping[int, Tensor], rows: TokenRows) -> None:
         """Add one batch; see `sweep.Accumulator`."""
@@ -207,8 +229,8 @@ class ScoreAccumulator:
         self.seen += count
         for boundary, direction in self.directions.items():
             x = states[boundary.start]
-            self.parts[boundary].append(cosines(x, direction)[ordinary.to(x.device)].cpu())
+            self.rows[boundary].append(cosines(x, direction)[ordinary.to(x.device)].cpu())
 
     def scores(self, boundary: Boundary) -> Tensor:
         """Return the ordinary tokens' scores at a boundary, (m,) float32."""
-        return torch.cat(self.parts[boundary])
+        return self.rows[boundary].joined()

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from . import distributed
+
 
 @dataclass
 class TrainedMap:
@@ -109,3 +111,14 @@ def take_gradients_(loss: Tensor, maps: Sequence[TrainedMap], count: int) -> Non
         calls = len(trained.seen)
         trained.take_gradient_(found[:calls], count)
         found = found[calls:]
+
+
+@torch.no_grad()
+def take_weights_of_first_(maps: Sequence[TrainedMap]) -> None:
+    """Give all processes of a session the first one's weights: gradients of a GPU may differ."""
+    if distributed.size() == 1:
+        return
+    for trained in maps:
+        own = trained.weight.detach().contiguous()
+        trained.weight.copy_(distributed.broadcast_(own, 0))
+        trained.write_()

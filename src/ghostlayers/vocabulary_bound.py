@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .decoder import decoder_layers, input_device, remove_layers_, share_tensors
 from .errors import UnsupportedModelError
-from .evaluation import window_losses
+from .evaluation import local_losses
 from .model_checks import LOW_PRECISION, evaluating
 from .suffix import PROBE_TOKENS, Suffix, SuffixScorer, fed
 from .sweep import batches_of
@@ -79,7 +79,7 @@ class VocabularyBound:
             batches_of(scorer.ids, scorer.batch_size), bounded.inputs, strict=True
         ):
             with fed(head, state):
-                losses += window_losses(
+                losses += local_losses(
                     self.tail, part, batch_size=scorer.batch_size, progress=False
                 )
         return losses

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from . import distributed
 from .decoder import check_ids, decoder_layers, frozen_copy, input_device
 from .errors import CalibrationError, UnsupportedModelError
 from .layerwise import runs_layerwise
@@ -76,10 +77,11 @@ def taylor_scores(
     """Sum |Σ_batches θ·∂loss/∂θ| over the weights of each layer.
 
     The loss is the mean next-token cross-entropy over all windows, so that the batch size changes
-    nothing but rounding. Forward and backward run in the model's dtype, products and sums are
-    float32. A gradient lives until its product is taken. With one batch no sum over batches is
-    kept; with more, one float32 number per weight, for as many layers at a time as fit in
-    `max_sums_bytes`; each group of layers costs one forward and backward pass.
+    nothing but rounding. Forward and backward run in the model's dtype, products are float32 and
+    sums float64. A gradient lives until its product is taken. With one batch no sum over batches is
+    kept; with more, one float64 number per weight, for as many layers at a time as fit in
+    `max_sums_bytes`; each group of layers costs one forward and backward pass. The processes of a
+    session share the batches.
 
     Args:
         model: The dense model; its parameters, gradients, flags and mode are not touched.
@@ -94,14 +96,14 @@ def taylor_scores(
         CalibrationError: If ids are not in the vocabulary, or a score is not finite.
     """
     check_ids(model, ids)
-    if runs_layerwise(model):
+    if any(distributed.gather_each(runs_layerwise(model))):
         weights_of = partial(weight_matrices, model)
         parts = salience_layerwise(
             model, ids, layers, weights_of, batch_size=batch_size, progress=progress
         )
         return _finite({k: math.fsum(map(float, parts[k])) for k in layers}, "the gradients")
     batches = batches_of(ids, batch_size)
-    sizes = {k: 4 * sum(p.numel() for p in weight_matrices(model, k)) for k in layers}
+    sizes = {k: 8 * sum(p.numel() for p in weight_matrices(model, k)) for k in layers}
     limit = math.inf if len(batches) == 1 else max_sums_bytes
     groups = list(_groups(sizes, limit))
     twin = frozen_copy(model)
@@ -111,9 +113,11 @@ def taylor_scores(
         for group in groups:
             salience = _Salience(twin, group, keep_sums=len(batches) > 1)
             with salience.collecting():
-                for part in batches:
-                    _backward(twin, part, total=ids.shape[0] * (ids.shape[1] - 1))
-                    bar.update()
+                with distributed.section():
+                    for part in distributed.share(batches):
+                        _backward(twin, part, total=ids.shape[0] * (ids.shape[1] - 1))
+                        bar.update()
+                salience.combine()
             scores |= salience.scores()
     return _finite({layer: scores[layer] for layer in layers}, "the gradients")
 
@@ -164,7 +168,25 @@ class _Salience:
         elif id(parameter) in self.sums:
             self.sums[id(parameter)] += product
         else:
-            self.sums[id(parameter)] = product
+            self.sums[id(parameter)] = product.double()
+
+    def combine(self) -> None:
+        """Add up the sums of all processes; float32 terms lose next to nothing in float64."""
+        if distributed.size() == 1:
+            return
+        unique = {id(p): p for weights in self.weights.values() for p in weights}
+        have = [key in self.sums or key in self.totals for key in unique]
+        anywhere = [any(each) for each in zip(*distributed.gather_each(have), strict=True)]
+        for (key, parameter), wanted in zip(unique.items(), anywhere, strict=True):
+            if not wanted:
+                continue
+            if not self.keep_sums:  # one batch, which one process ran
+                self.totals[key] = sum(distributed.gather_each(self.totals.get(key, 0.0)))
+                continue
+            own = self.sums.get(key)
+            if own is None:
+                own = torch.zeros_like(parameter, dtype=torch.float64)
+            self.sums[key] = distributed.sum_(own)
 
     def scores(self) -> dict[int, float]:
         """Sum over each layer's weights; one that got no gradient counts as 0."""
@@ -187,7 +209,8 @@ def _backward(model: PreTrainedModel, ids: Tensor, total: int) -> None:
 
 
 def _absolute_sum(tensor: Tensor) -> float:
-    return float(tensor.detach().float().abs().sum(dtype=torch.float64))
+    wide = tensor.detach() if tensor.dtype == torch.float64 else tensor.detach().float()
+    return float(wide.abs().sum(dtype=torch.float64))
 
 
 def _finite(scores: dict[int, float], what: str) -> dict[int, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from .. import distributed
 from . import Choice, ModelContext
 
 
@@ -23,14 +24,15 @@ def select_greedy_ppl(context: ModelContext) -> Choice:
     from ..greedy_removal import remove_greedily
 
     ids = context.score_ids
-    steps = remove_greedily(
-        context.model,
-        ids,
-        context.allowed,
-        context.num_remove,
-        batch_size=context.config.batch_size,
-        progress=context.progress,
-    )
+    with distributed.alone():  # every process does all of it: few tokens, one step after another
+        steps = remove_greedily(
+            context.model,
+            ids,
+            context.allowed,
+            context.num_remove,
+            batch_size=context.config.batch_size,
+            progress=context.progress,
+        )
     record: dict[str, Any] = {
         "windows": ids.shape[0],
         "window": ids.shape[1],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .. import distributed
 from ..errors import PlanError
 from . import Choice, ModelContext
 
@@ -38,14 +39,15 @@ def select_laco(context: ModelContext) -> Choice:
 
     ids, given = context.score_ids, context.config.laco_threshold
     rules = _rules(context)
-    scorer = CollapseScorer(
-        context.model, ids, batch_size=context.config.batch_size, progress=context.progress
-    )
-    with scorer.bar:
-        if given is None:
-            threshold, found = search_threshold(scorer, rules)
-        else:
-            threshold, found = given, scan(scorer, rules, given)
+    with distributed.alone():  # every process does all of it: few tokens, one step after another
+        scorer = CollapseScorer(
+            context.model, ids, batch_size=context.config.batch_size, progress=context.progress
+        )
+        with scorer.bar:
+            if given is None:
+                threshold, found = search_threshold(scorer, rules)
+            else:
+                threshold, found = given, scan(scorer, rules, given)
     removed = tuple(sorted(set(scorer.dense.layers) - set(found.layers)))
     if len(removed) < rules.budget:
         raise PlanError(_too_few(scorer, rules, len(removed), given))
