@@ -405,6 +405,38 @@ def test_nan_in_a_comparison_counts_as_no_number(tmp_path):
     assert "perplexity of lorp + none, layers 3,6" in gaps[0]
 
 
+def test_what_is_far_off_stands_at_the_edge_with_its_value_in_the_table(tmp_path):
+    grid = write_comparison(tmp_path / "grid", calibrations=(("c4", 8),), budgets=(2, 3))
+    path = grid / "results.jsonl"
+    value = cell_perplexity("c4", "lorp", "none", 3, 8)
+    path.write_text(path.read_text().replace(f'"perplexity": {value},', '"perplexity": 4e9,'))
+    page = Page(report(tmp_path, grid))
+    top = 20 * DENSE["c4"]
+    plot = page.plot("model-1-perplexity-1-1")
+    none = plot["data"][0]
+    assert none["y"] == [cell_perplexity("c4", "lorp", "none", 2, 8), top]
+    assert none["marker"]["symbol"][1] == "triangle-up-open" != none["marker"]["symbol"][0]
+    assert plot["layout"]["yaxis"]["range"][1] < 1 + math.log10(top)
+    assert any(
+        "4e+09" in cell or "4000000000" in cell
+        for row in page.tables["Perplexity on c4, 4 × 256 tokens"]
+        for cell in row
+    )
+
+
+def test_merged_layers_do_not_miss_repairs(tmp_path):
+    grid = write_comparison(tmp_path / "grid", calibrations=(("c4", 8),), budgets=(2,))
+    path = grid / "results.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    merged = {"kind": "cut", "schema": 1, "calibration": "c4", "num_windows": 8, "merged": True}
+    merged |= {"selector": "laco", "num_remove": 2, "layers": [6, 7]}
+    cell = {"kind": "cell", "schema": 1, "calibration": "c4", "num_windows": 8, "layers": [6, 7]}
+    cell |= {"operator": "none", "selector": "laco", "perplexity": {}}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (*lines, merged, cell)))
+    study = build_studies(read_inputs([str(grid)]))[0]
+    assert not [gap.what for gap in study.gaps if gap.what.startswith("laco")]
+
+
 def test_the_front_holds_what_no_other_beats():
     def point(speed, perplexity):
         return Point(Model(), speed, perplexity)

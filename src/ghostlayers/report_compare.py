@@ -168,6 +168,8 @@ def _add_missing(
     """List the cells that the settings ask for and that have no line for a cut."""
     done = {(cell.operator, cell.fit) for cell in cells}
     for operator in _listed(run, "recover"):
+        if cut.merged and operator != NO_OPERATOR:
+            continue  # merged layers leave no hidden state to repair
         for fit in _listed(run, "fit") or ["dense"]:
             place = (operator, "dense" if operator == NO_OPERATOR else fit)
             if place not in done:

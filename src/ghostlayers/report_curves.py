@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .report_data import Model, Study, Value, short_name, unique
-from .report_quantity import Getter, Quantity, dense_line, error_bars
+from .report_quality_table import quality_table
+from .report_quantity import BEYOND, OFF_SCALE, Getter, Quantity, dense_line, error_bars
 from .report_style import (
     Mark,
     Panel,
     Picture,
-    Table,
     axis,
     spec,
     text,
@@ -53,8 +53,9 @@ def _quality(study: Study, looks: Mapping[str, Mark], what: Quantity) -> Picture
     curves = len(counted - {None}) > 1
     if curves:
         drawn = [model for model in drawn if model.num_removed is not None]
-    values = what.numbers([study.dense, *drawn])
     dense = None if study.dense is None else what.of(study.dense)
+    what.end_at(dense, drawn)
+    values = what.numbers([study.dense, *drawn])
     if curves:
         panels = _curves(drawn, looks, what, dense, values)
     elif drawn:
@@ -66,12 +67,22 @@ def _quality(study: Study, looks: Mapping[str, Mark], what: Quantity) -> Picture
     caption += "Higher is better." if what.percent else "Lower is better; the scale is logarithmic."
     if curves:
         caption += " One panel for each selector, on the same scale."
+    if any(what.is_beyond(value) for m in drawn if (value := what.of(m)) is not None):
+        caption += (
+            f" Open triangles at the edge: above {BEYOND:.0f} times the dense model, off the scale."
+        )
     if left_out:
         caption += f" {left_out} more in the table (other calibration, or layers not known)."
     used = unique(model.operator_label for model in drawn) if curves else []
     legend = [looks[name] for name in used if name in looks]
     return Picture(
-        what.key, what.title, caption, panels, _table(study, models, what), legend, wide=curves
+        what.key,
+        what.title,
+        caption,
+        panels,
+        quality_table(study, models, what),
+        legend,
+        wide=curves,
     )
 
 
@@ -124,14 +135,22 @@ def _line(models: list[Model], mark: Mark, what: Quantity, shift: float) -> dict
     models = sorted(models, key=lambda model: model.num_removed or 0)
     found = [what.of(model) for model in models]
     known = [(model, value) for model, value in zip(models, found, strict=True) if value]
+    beyond = [what.is_beyond(value) for _, value in known]
     return {
         "type": "scatter",
         "mode": "lines+markers",
         "x": [(model.num_removed or 0) + shift for model, _ in known],
-        "y": [what.scale * value.value for _, value in known],
-        "error_y": error_bars([value for _, value in known], what.scale),
+        "y": [what.place(value) for _, value in known],
+        "error_y": error_bars(
+            [Value(v.value) if out else v for (_, v), out in zip(known, beyond, strict=True)],
+            what.scale,
+        ),
         "line": {"color": mark.color, "dash": mark.dash, "width": 2},
-        "marker": {"color": mark.color, "symbol": mark.symbol, "size": 9},
+        "marker": {
+            "color": mark.color,
+            "symbol": [OFF_SCALE if out else mark.symbol for out in beyond],
+            "size": 9,
+        },
         "customdata": [
             f"{text(model.method)}<br>{model.num_removed} layers removed: {text(model.layers)}<br>"
             f"{what.axis_title} {what.show(value)}"
@@ -153,15 +172,19 @@ def _dots(
     names = _row_names([model for model, _ in known])
     data = []
     for name, (model, value) in zip(names, known, strict=True):
-        mark = looks[model.operator_label]
+        mark, out = looks[model.operator_label], what.is_beyond(value)
         data.append(
             {
                 "type": "scatter",
                 "mode": "markers",
-                "x": [what.scale * value.value],
+                "x": [what.place(value)],
                 "y": [name],
-                "error_x": error_bars([value], what.scale),
-                "marker": {"color": mark.color, "symbol": mark.symbol, "size": 12},
+                "error_x": error_bars([Value(value.value) if out else value], what.scale),
+                "marker": {
+                    "color": mark.color,
+                    "symbol": OFF_SCALE if out else mark.symbol,
+                    "size": 12,
+                },
                 "hovertemplate": f"{name}<br>{what.show(value)}<extra></extra>",
             }
         )
@@ -208,43 +231,6 @@ def _row_names(models: Sequence[Model]) -> list[str]:
     return names
 
 
-def _table(study: Study, models: Sequence[Model], what: Quantity) -> Table:
-    dense = None if study.dense is None else what.of(study.dense)
-    header = ["selector", "repair", "removed", "layers", "calibration"]
-    header += [what.axis_title, "difference" if what.percent else "ratio to dense"]
-    rows = []
-    if dense is not None:
-        rows.append(["dense", "–", "0", "none", "–", what.show(dense), "–"])
-    for model in models:
-        value = what.of(model)
-        assert value is not None  # only these are passed
-        rows.append(
-            [
-                model.selector or short_name(model.name),
-                model.operator_label or "–",
-                "–" if model.num_removed is None else str(model.num_removed),
-                model.layers,
-                model.calibration or "–",
-                what.show(value),
-                _against(what, model, value, dense),
-            ]
-        )
-    return Table(header, rows, f"{what.title}, ± standard error")
-
-
-def _against(what: Quantity, model: Model, value: Value, dense: Value | None) -> str:
-    if dense is None:
-        return "–"
-    if not what.percent:
-        return f"{value.value / dense.value:.3f}"
-    entry = ((model.tasks or {}).get("average") or {}).get(what.key) or {}
-    if entry.get("difference") is None:
-        return f"{100 * (value.value - dense.value):+.1f}"
-    spread = entry.get("difference_stderr")
-    own = "" if spread is None else f" ± {100 * spread:.1f}"
-    return f"{100 * entry['difference']:+.1f}{own}"
-
-
 def _sensitivity(study: Study, looks: Mapping[str, Mark]) -> Iterator[Picture]:
     """Draw perplexity on the first text against the windows of each calibration text."""
     if not study.texts or not study.budgets:
@@ -257,8 +243,9 @@ def _sensitivity(study: Study, looks: Mapping[str, Mark]) -> Iterator[Picture]:
         return
     drawn = [m for m in cells if m.num_removed == budget and m.selector == best.selector]
     counts = sorted({model.num_windows or 0 for model in drawn})
-    values = what.numbers([study.dense, *drawn])
     dense = None if study.dense is None else what.of(study.dense)
+    what.end_at(dense, drawn)
+    values = what.numbers([study.dense, *drawn])
     panels = []
     for source in unique(model.calibration_name for model in drawn):
         own = [model for model in drawn if model.calibration_name == source]
@@ -288,7 +275,7 @@ def _sensitivity(study: Study, looks: Mapping[str, Mark]) -> Iterator[Picture]:
         f"Perplexity on {label} with {budget} layers removed by {best.selector}, against the "
         "number of calibration windows. One panel for each calibration text, on the same scale.",
         panels,
-        _table(study, drawn, what),
+        quality_table(study, drawn, what),
         [looks[name] for name in unique(model.operator_label for model in drawn)],
         wide=True,
     )

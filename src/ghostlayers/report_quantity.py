@@ -10,6 +10,9 @@ from .report_data import Model, Value
 from .report_style import GREY, axis, log_axis, with_error
 
 Getter = Callable[[Model], Value | None]
+# Perplexities above this multiple of the dense model's stand at the edge of a picture.
+BEYOND = 20.0
+OFF_SCALE = "triangle-up-open"
 
 
 class Quantity:
@@ -20,12 +23,28 @@ class Quantity:
         title: Heading.
         of: Returns a model's value.
         percent: Whether it is a share, shown in percent.
+        top: Where pictures end, in perplexity; larger values stand there.
     """
 
     def __init__(self, key: str, title: str, of: Getter, *, percent: bool = False) -> None:
         self.key, self.title, self.of, self.percent = key, title, of, percent
         self.scale = 100.0 if percent else 1.0
         self.axis_title = "accuracy, %" if percent else "perplexity"
+        self.top = math.inf
+
+    def end_at(self, dense: Value | None, models: Sequence[Model]) -> None:
+        """Let pictures of these models end where readable values do."""
+        values = [value.value for model in models if (value := self.of(model)) is not None]
+        if not self.percent and values:
+            self.top = upper_edge(min(values) if dense is None else dense.value, values)
+
+    def place(self, value: Value) -> float:
+        """Return where a value stands on the axis."""
+        return min(self.scale * value.value, self.top)
+
+    def is_beyond(self, value: Value) -> bool:
+        """Whether a value stands at the edge and is larger."""
+        return self.scale * value.value > self.top
 
     def numbers(self, models: Sequence[Model | None]) -> list[float]:
         """Return all values with their errors' ends."""
@@ -35,7 +54,9 @@ class Quantity:
             if value is not None:
                 error = value.error or 0.0
                 ends = (value.value - error, value.value, value.value + error)
-                found += [self.scale * end for end in ends if self.percent or end > 0]
+                found += [
+                    min(self.scale * end, self.top) for end in ends if self.percent or end > 0
+                ]
         return found
 
     def axis(self, values: Sequence[float], **changes: Any) -> dict[str, Any]:
@@ -48,6 +69,12 @@ class Quantity:
     def show(self, value: Value | None) -> str:
         """Write a value with its error for people."""
         return with_error(value, self.scale, 1 if self.percent else 2)
+
+
+def upper_edge(reference: float, values: Sequence[float]) -> float:
+    """Return where a picture of perplexities ends: infinity if all are readable together."""
+    top = BEYOND * reference
+    return top if max(values, default=0.0) > top else math.inf
 
 
 def error_bars(values: Sequence[Value], scale: float) -> dict[str, Any]:
@@ -74,4 +101,4 @@ def dense_line(what: Quantity, dense: Value | None, along: str) -> dict[str, Any
     return {"shapes": [shape], "annotations": [note]}
 
 
-__all__ = ["Getter", "Quantity", "dense_line", "error_bars"]
+__all__ = ["BEYOND", "OFF_SCALE", "Getter", "Quantity", "dense_line", "error_bars", "upper_edge"]

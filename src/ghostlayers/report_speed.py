@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .report_data import Model, Study, short_name
+from .report_quantity import BEYOND, OFF_SCALE, upper_edge
 from .report_style import GREY, Mark, Panel, Picture, Table, axis, log_axis, number, spec, text
 
 PHASES = (("decode", "decoding"), ("prefill", "prefill"))
@@ -78,7 +79,8 @@ def speed_pictures(study: Study, looks: Mapping[str, Mark]) -> Iterator[Picture]
         "speed",
         "Speed against quality",
         f"{how} Perplexity on {label}, lower right is better. Ringed and joined: no other model is "
-        "both faster and better (the Pareto front, which takes the numbers without their noise).",
+        "both faster and better (the Pareto front, which takes the numbers without their noise). "
+        f"Open triangles: above {BEYOND:.0f} times the dense model.",
         panels,
         table,
         [looks[name] for name in dict.fromkeys(used)],
@@ -108,13 +110,15 @@ def _panel(
     every = list(points)
     if dense is not None:
         every.append(Point(dense, 1.0, dense.perplexity[label].value))
+    perplexities = [point.perplexity for point in every]
+    top = upper_edge(min(perplexities) if dense is None else perplexities[-1], perplexities)
     front = pareto_front(every)
     data: list[Any] = [
         {
             "type": "scatter",
             "mode": "lines+markers",
             "x": [point.speed for point in front],
-            "y": [point.perplexity for point in front],
+            "y": [min(point.perplexity, top) for point in front],
             "line": {"color": GREY, "width": 1.5, "dash": "dot"},
             "marker": {"size": 19, "symbol": "circle-open", "color": GREY, "line": {"width": 2}},
             "hoverinfo": "skip",
@@ -124,15 +128,15 @@ def _panel(
     for operator in operators:
         own = [point for point in points if point.model.operator_label == operator]
         mark = looks[operator]
-        data.append(_scatter(own, mark.color, mark.symbol))
+        data.append(_scatter(own, mark.color, mark.symbol, top))
     if dense is not None:
-        data.append(_scatter(every[-1:], GREY, "star"))
+        data.append(_scatter(every[-1:], GREY, "star", top))
     speeds = [point.speed for point in every]
     pad = 0.12 * (max(speeds) - min(speeds)) + 0.01
     notes = [
         {
             "x": point.speed,
-            "y": math.log10(point.perplexity),
+            "y": math.log10(min(point.perplexity, top)),
             "text": _note(point),
             "showarrow": False,
             "font": {"size": 11},
@@ -145,7 +149,7 @@ def _panel(
     ]
     layout = {
         "xaxis": axis(f"{axis_title}, ×", range=[min(speeds) - pad, max(speeds) + 3 * pad]),
-        "yaxis": log_axis("perplexity", [point.perplexity for point in every]),
+        "yaxis": log_axis("perplexity", [min(each, top) for each in perplexities]),
         "annotations": notes,
     }
     alt = "Pareto front: " + "; ".join(
@@ -169,15 +173,18 @@ def _note(point: Point) -> str:
     return f"{text(model.selector)}<br>−{model.num_removed}"
 
 
-def _scatter(points: Sequence[Point], color: str, symbol: str) -> dict[str, Any]:
+def _scatter(points: Sequence[Point], color: str, symbol: str, top: float) -> dict[str, Any]:
+    symbols = [OFF_SCALE if point.perplexity > top else symbol for point in points]
     return {
         "type": "scatter",
         "mode": "markers",
         "x": [point.speed for point in points],
-        "y": [point.perplexity for point in points],
-        "marker": {"color": color, "symbol": symbol, "size": 10},
-        "customdata": [text(_plain(point)) for point in points],
-        "hovertemplate": "%{customdata}<br>%{x:.3f} ×<br>perplexity %{y:.2f}<extra></extra>",
+        "y": [min(point.perplexity, top) for point in points],
+        "marker": {"color": color, "symbol": symbols, "size": 10},
+        "customdata": [
+            f"{text(_plain(point))}<br>perplexity {point.perplexity:.2f}" for point in points
+        ],
+        "hovertemplate": "%{customdata}<br>%{x:.3f} ×<extra></extra>",
     }
 
 
