@@ -140,24 +140,31 @@ def session(timeout: float = DEFAULT_TIMEOUT) -> Iterator[None]:
     try:
         yield
     except GhostlayersError as error:
-        error.repeated = _is_repeated(error, store, own)
+        error.repeated = _is_repeated(error, store, own, count)
         raise
     finally:
         _open.clear()
     dist.destroy_process_group()  # not after an error: it would wait for those that are gone
 
 
-def _is_repeated(error: GhostlayersError, store: Any, own: int) -> bool:
-    """Tell the first process' error to all; say whether it is this one as well."""
+def _is_repeated(error: GhostlayersError, store: Any, own: int, count: int) -> bool:
+    """Tell the first process' error to all; say whether it is this one as well.
+
+    The store goes with the first process, so that one waits until the others have read it.
+    """
     if isinstance(error, DistributedError):
         return False
+    limit = timedelta(seconds=SAME_ERROR_SECONDS)
     try:
         if own == 0:
             store.set("failed", str(error))
+            store.wait([f"heard {other}" for other in range(1, count)], limit)
             return False
-        store.wait(["failed"], timedelta(seconds=SAME_ERROR_SECONDS))
-        return bool(store.get("failed").decode() == str(error))
-    except RuntimeError:  # the first process did not fail, or is gone with the store
+        store.wait(["failed"], limit)
+        same = bool(store.get("failed").decode() == str(error))
+        store.set(f"heard {own}", "")
+        return same
+    except RuntimeError:  # another process did not fail, or is gone
         return False
 
 
