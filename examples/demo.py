@@ -88,6 +88,7 @@ def main() -> None:
         calibration=str(calibration_text),
         num_windows=args.num_windows,
         window=WINDOW,
+        recoverability=False,
     )
     print(f"measured it: RLS {analysis.similarity.rls:.2f}", flush=True)
     cut = {"num_remove": args.num_remove, "select": args.select, "scores": analysis.scores}

@@ -17,7 +17,7 @@ from .rank_errors import rank_errors as measure_rank_errors
 from .records import versions
 from .recoverability import Recoverability, RecoverabilityAccumulator
 from .scores import Scores
-from .selection import Measured
+from .selection import Measured, measure
 from .selectors import selector_names
 from .selectors.lorp import num_clusters_for
 from .similarity import Similarity
@@ -93,6 +93,7 @@ def analyze(
     *,
     windows: Windows | torch.Tensor | None = None,
     rank_errors: str | Sequence[str] = (),
+    recoverability: bool = True,
     progress: bool = True,
     **settings: Any,
 ) -> Analysis:
@@ -105,6 +106,7 @@ def analyze(
         windows: Calibration windows, (n, T) int64 ids.
         rank_errors: Cuts at which `ghost` is fitted at every rank, as layer lists (`12-18,21` are
             two cuts); one more sweep for all of them.
+        recoverability: Fit a linear map at every contiguous cut; more work than the sweep itself.
         progress: Show progress bars when standard error is a terminal.
         **settings: Fields of `PruneConfig`.
 
@@ -129,7 +131,11 @@ def analyze(
     if isinstance(windows, torch.Tensor):
         windows = Windows(windows, "windows given in", bos_per_window=False)
     allowed = allowed_layers(config, model.config)
-    measured, found = _sweep(model, windows.ids, config, allowed, progress)
+    found: Recoverability | None = None
+    if recoverability:
+        measured, found = _sweep(model, windows.ids, config, allowed, progress)
+    else:
+        measured = measure(model, windows.ids, config, progress=progress)
     similarity = measured.similarity
     by_rank = measure_rank_errors(
         model, windows.ids, cuts, batch_size=config.batch_size, progress=progress
