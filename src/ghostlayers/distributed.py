@@ -16,10 +16,12 @@ from . import errors
 from .errors import DistributedError, GhostlayersError
 from .process_session import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
 from .process_session import alone as alone
-from .process_session import current, first_line, rank, size
+from .process_session import current, first_line
 from .process_session import is_main as is_main
 from .process_session import launched_rank as launched_rank
+from .process_session import rank as rank
 from .process_session import session as session
+from .process_session import size as size
 
 if TYPE_CHECKING:
     import torch
