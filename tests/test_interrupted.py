@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from ghostlayers import shared_sweep, spill
@@ -83,6 +84,18 @@ def test_sums_of_another_calibration_are_not_used(work, run, tmp_path, monkeypat
     status, _, err = run(*prune(work, tmp_path / "fresh", "--window", 24))
     assert status == 0 and "not used" not in err
     assert listing(out) == listing(tmp_path / "fresh")
+
+
+def test_a_full_disk_under_the_work_folder_is_named(work, refuse, tmp_path, monkeypatch):
+    def full(_tensors, path, **_keywords):
+        path.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    err = refuse(tmp_path, *prune(work, tmp_path / "out", "--resume-dir", folder))
+    assert "No space left" in err and str(folder) in err and "--resume-dir" in err
 
 
 def test_a_folder_of_others_is_refused(work, refuse, tmp_path):
@@ -188,7 +201,7 @@ def test_a_sweep_goes_on_behind_its_last_batch_or_pass(places, tmp_path, monkeyp
     empty = {"input_ids": ids[:2], "attention_mask": torch.zeros_like(ids[:2])}
     batches = [ids[:2], empty, ids[2:4], ids[4:]]
     one = ids[:2].numel() * model.config.hidden_size * 4 * (depth + 4)
-    monkeypatch.setattr(spill.StateStore, "limit", property(lambda _: 3 * one))  # 3 + 1 batches
+    monkeypatch.setattr(spill.StateStore, "limit", property(lambda _: 2 * one))  # 2 + 1 that count
     found = []
     for stop in (None, 2, None):  # alone, interrupted at the third batch that counts, continued
         similarity, seen = SimilarityAccumulator(depth), []

@@ -33,6 +33,7 @@ Call = Mapping[str, Tensor]
 PROBE_TOKENS = 12
 EMBEDDINGS = "embeddings"
 VERDICT = "_ghostlayers_layerwise"
+# What a layer raises that misses something which another layer hands on.
 PROBE_ERRORS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
 
 

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .decoder import check_ids, decoder_layers, input_device, text_config
+from .decoder import decoder_layers, input_device, text_config
 from .evaluation import losses_of_logits
-from .layerwise import Call, LayerPass
+from .layerwise import LayerPass
 from .placement import placement_of
 from .spill import StateStore
-from .sweep import (
-    Batch,
-    Captured,
-    TokenRows,
-    base_arguments,
-    batches_of,
-    check_finite,
-    split_batch,
-    token_rows,
-)
+from .sweep import Captured, base_arguments, check_finite, wide
+from .token_batches import Batch, CountedBatch, batches_of, counted_batches
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -72,43 +62,6 @@ def _depth_of(layers: nn.ModuleList, modules: Mapping[str, nn.Module]) -> int:
     return last
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A micro-batch: its counted tokens, their indices in the flattened batch, the call.
-
-    `batches` is its number in the sweep, from 1 on.
-    """
-
-    rows: TokenRows
-    flat: Tensor
-    call: Call
-    batches: int
-
-
-def _parts(
-    model: PreTrainedModel,
-    batches: Sequence[tuple[Tensor, Tensor | None]],
-    window: int,
-    *,
-    idle: bool,
-) -> list[_Part]:
-    """Prepare batches, the first of which starts with this window; those without tokens go.
-
-    The tokens of an `idle` sweep do not count; see `SweepPart`.
-    """
-    found = []
-    for number, (ids, mask) in enumerate(batches, start=1):
-        check_ids(model, ids)
-        rows, flat = token_rows(ids, mask, window)
-        window += ids.shape[0]
-        if not len(flat):
-            continue
-        if idle:
-            rows, flat = TokenRows(rows.window[:0], rows.position[:0]), flat[:0]
-        found.append(_Part(rows, flat, base_arguments(model, ids, mask), number))
-    return found
-
-
 def stream_layerwise(
     model: PreTrainedModel,
     batches: Iterable[Batch],
@@ -130,16 +83,15 @@ def stream_layerwise(
         batches.leave = False
         batches.close()
         batches = batches.iterable
-    pairs = [split_batch(batch) for batch in batches]
+    window, idle = (0, False) if part is None else (part.first_window, part.idle)
+    counted = list(counted_batches(model, batches, window, idle=idle))
     hidden = int(text_config(model.config).hidden_size)
     per_token = (len(wanted) + 3) * hidden + sum(map(_width, modules.values()))
     last = max([*wanted, _depth_of(decoder_layers(model), modules)])
-    window, idle = (0, False) if part is None else (part.first_window, part.idle)
-    for first, stop in _groups(model, [ids.numel() for ids, _ in pairs], per_token):
-        parts = _parts(model, pairs[first:stop], window, idle=idle)
-        window += sum(len(ids) for ids, _ in pairs[first:stop])
+    for first, stop in _groups(model, [each.ids.numel() for each in counted], per_token):
+        parts = counted[first:stop]
         with _store(model) as store:
-            calls = [each.call for each in parts]
+            calls = [base_arguments(model, each.ids, each.mask) for each in parts]
             layer_pass = LayerPass(
                 model, calls, store, keep=wanted, description=description, progress=progress
             )
@@ -150,15 +102,15 @@ def stream_layerwise(
                     state: _rows(store.get(str(state), number).flatten(0, -2)[each.flat], state)
                     for state in wanted
                 }
-                inputs = {name: _wide(store.get(f"input {name}", number)) for name in modules}
-                yield Captured(captured, inputs, each.rows, first + each.batches)
+                inputs = {name: wide(store.get(f"input {name}", number)) for name in modules}
+                yield Captured(captured, inputs, each.rows, each.number)
                 captured.clear()
                 inputs.clear()
 
 
 @contextmanager
 def _watching(
-    modules: Mapping[str, nn.Module], layer_pass: LayerPass, parts: Sequence[_Part]
+    modules: Mapping[str, nn.Module], layer_pass: LayerPass, parts: Sequence[CountedBatch]
 ) -> Iterator[None]:
     """Put what enters modules into the store, the counted tokens only."""
 
@@ -183,11 +135,7 @@ def _width(module: nn.Module) -> int:
 
 def _rows(rows: Tensor, state: int) -> Tensor:
     check_finite(state, rows)
-    return _wide(rows)
-
-
-def _wide(rows: Tensor) -> Tensor:
-    return rows if rows.dtype == torch.float64 else rows.float()
+    return wide(rows)
 
 
 def losses_layerwise(

@@ -136,14 +136,12 @@ class SavedSweep:
         if self.work is None:
             return
         self.work.sweeps += 1
-        own = f"{distributed.rank()}-of-{distributed.size()}"
-        self.path = self.work.folder / f"sweep-{self.work.sweeps:04d}.{own}.safetensors"
+        self.path = self.work.folder / f"sweep-{self.work.sweeps:04d}.{_place()}.safetensors"
 
     @cached_property
     def digest(self) -> str:
         """Hash of the key and of this process' place."""
-        own = f"{distributed.rank()}-of-{distributed.size()}"
-        text = json.dumps({**self.key(), "process": own}, sort_keys=True)
+        text = json.dumps({**self.key(), "process": _place()}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def load(self) -> tuple[int, dict[str, Tensor]]:
@@ -173,16 +171,32 @@ class SavedSweep:
         return time.monotonic() - self.work.saved_at >= self.work.every
 
     def save(self, batches: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the sums after so many batches; the file is replaced in one step."""
+        """Write the sums after so many batches; the file is replaced in one step.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         assert self.work is not None
-        self.work.folder.mkdir(parents=True, exist_ok=True)
         header = json.dumps({"digest": self.digest, "batches": batches})
         part = self.path.with_suffix(".part")
         own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(own, part, metadata={METADATA_KEY: header})
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
-        part.replace(self.path)
+        try:
+            self.work.folder.mkdir(parents=True, exist_ok=True)
+            save_file(own, part, metadata={METADATA_KEY: header})
+            with part.open("rb+") as file:
+                os.fsync(file.fileno())
+            part.replace(self.path)
+        except (OSError, SafetensorError) as error:
+            part.unlink(missing_ok=True)
+            raise CheckpointError(
+                f"work folder {str(self.work.folder)!r} cannot be written ({error}). Free space, "
+                "or name a folder on another disk (`--resume-dir`)."
+            ) from error
         self.work.saved_at = time.monotonic()
+
+
+def _place() -> str:
+    return f"{distributed.rank()}-of-{distributed.size()}"

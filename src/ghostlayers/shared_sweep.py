@@ -17,11 +17,10 @@ from .fingerprint import fingerprint, tensor_sha256
 from .records import versions
 from .resume import SavedSweep
 from .shared_parts import Parts
+from .token_batches import Batch, split_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from .sweep import Batch
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,6 @@ class SweepPart:
 
 def part_of_sweep(batches: Sequence[Batch], done: int = 0) -> SweepPart:
     """Return this process' part of a sweep, of which some batches are done."""
-    from .sweep import split_batch
-
     if not batches:
         raise CalibrationError(
             "no calibration tokens: no batch was given. Give at least one window of text."
@@ -95,8 +92,6 @@ def run_sweep(
 
 
 def _batches_sha256(batches: Sequence[Batch]) -> str:
-    from .sweep import split_batch
-
     digest = hashlib.sha256()
     for batch in batches:
         for tensor in split_batch(batch):

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -79,7 +80,7 @@ class StateStore:
         path = Path(self._temporary.name) / f"{self._written}.safetensors"
         try:
             save_file({"state": value.cpu().contiguous()}, path)
-        except Exception as error:  # the library has a class of its own for a full disk
+        except (OSError, SafetensorError) as error:
             raise GhostlayersError(
                 f"`spill_folder` {str(self.folder)!r}: a state of {value.nbytes} bytes cannot be "
                 f"written ({error}). Give a folder on a disk with free space."

@@ -19,7 +19,7 @@ from . import distributed
 from .decoder import base_model, decoder_layers, input_device, remove_layers_, share_tensors
 from .errors import UnsupportedModelError
 from .evaluation import local_losses
-from .layerwise import runs_layerwise
+from .layerwise import PROBE_ERRORS, runs_layerwise
 from .layerwise_runs import losses_layerwise, states_layerwise
 from .model_checks import LOW_PRECISION, evaluating
 from .operators import OperatorFit
@@ -236,7 +236,7 @@ class SuffixScorer:
         try:
             with evaluating(model), feeding:
                 found = model(input_ids=ids, use_cache=False).logits.float()
-        except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError):
+        except PROBE_ERRORS:
             return False  # a layer that needs what a lower one hands on
         tolerance = (0.5 if pruned.dtype in LOW_PRECISION else 0.01) * float(wanted.std())
         return bool((found - wanted).abs().max() <= tolerance)

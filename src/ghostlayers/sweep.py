@@ -18,17 +18,18 @@ from tqdm.auto import tqdm
 from . import distributed
 from .accumulators import Accumulator as Accumulator
 from .accumulators import SharedAccumulator
-from .accumulators import TokenRows as TokenRows
-from .accumulators import token_rows as token_rows
-from .decoder import base_model, check_ids, decoder_layers, input_device, text_config
+from .decoder import base_model, decoder_layers, input_device, text_config
 from .errors import CalibrationError, UnsupportedModelError
 from .shared_parts import Parts
 from .shared_sweep import SweepPart, model_key, run_sweep
+from .token_batches import Batch as Batch
+from .token_batches import TokenRows as TokenRows
+from .token_batches import batches_of as batches_of
+from .token_batches import counted_batches
+from .token_batches import split_batch as split_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-Batch = Tensor | Mapping[str, Tensor]
 
 
 def hidden_state(output: Any) -> Tensor:
@@ -72,18 +73,6 @@ def capture(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def split_batch(batch: Batch) -> tuple[Tensor, Tensor | None]:
-    """Return `input_ids` (B, T) and the attention mask (B, T) or None."""
-    if isinstance(batch, Tensor):
-        return batch, None
-    return batch["input_ids"], batch.get("attention_mask")
-
-
-def batches_of(windows: Tensor, batch_size: int) -> list[Tensor]:
-    """Cut (n, T) windows into batches of at most `batch_size` windows."""
-    return list(windows.split(batch_size)) if len(windows) else []
 
 
 @dataclass(frozen=True)
@@ -161,25 +150,16 @@ def stream(
             raise UnsupportedModelError(_not_one_stream(model, index, state, index in captured))
         rows = state.detach().flatten(0, -2)[flat.to(state.device)]  # (N, C), a copy
         check_finite(index, rows)
-        captured[index] = rows if rows.dtype == torch.float64 else rows.float()
+        captured[index] = wide(rows)
 
     def keep_input(name: str, value: Tensor) -> None:
-        rows = value.detach().flatten(0, -2)[flat.to(value.device)]
-        inputs[name] = rows if rows.dtype == torch.float64 else rows.float()
+        inputs[name] = wide(value.detach().flatten(0, -2)[flat.to(value.device)])
 
     size = text_config(model.config).hidden_size
-    window = 0 if part is None else part.first_window
-    for number, batch in enumerate(batches, start=1):
-        ids, mask = split_batch(batch)
-        check_ids(model, ids)
-        rows, flat = token_rows(ids, mask, window)
-        window += ids.shape[0]
-        shape = (ids.shape[0], ids.shape[1], size)
-        if not len(flat):
-            continue
-        if part is not None and part.idle:
-            rows, flat = TokenRows(rows.window[:0], rows.position[:0]), flat[:0]
-        arguments = base_arguments(model, ids, mask)
+    window, idle = (0, False) if part is None else (part.first_window, part.idle)
+    for batch in counted_batches(model, batches, window, idle=idle):
+        flat, shape = batch.flat, (*batch.ids.shape, size)
+        arguments = base_arguments(model, batch.ids, batch.mask)
         captured, inputs, training = {}, {}, model.training
         model.eval()
         try:
@@ -187,7 +167,7 @@ def stream(
                 base(**arguments, use_cache=False)
         finally:
             model.train(training)
-        yield Captured(captured, inputs, rows, number)
+        yield Captured(captured, inputs, batch.rows, batch.number)
         captured.clear()  # the consumer may hold on to it during the next pass
         inputs.clear()
 
@@ -280,6 +260,11 @@ def _not_one_stream(model: PreTrainedModel, index: int, state: Tensor, repeated:
         f"{found}; one (batch, positions, channels) state per layer is needed to measure it. Name "
         "the layers (`layers`) and use `recover` none."
     )
+
+
+def wide(rows: Tensor) -> Tensor:
+    """Return float64 rows as they are, others in float32."""
+    return rows if rows.dtype == torch.float64 else rows.float()
 
 
 def check_finite(index: int, state: Tensor) -> None:
