@@ -22,7 +22,7 @@ def check_push(repo: str) -> None:
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils._validators import validate_repo_id
 
     try:
         validate_repo_id(repo)
