@@ -14,7 +14,7 @@ import torch
 from gguf import GGUFReader, GGUFWriter
 
 import ghostlayers as gl
-from ghostlayers import gguf_export, tool_environments
+from ghostlayers import gguf_export, gguf_verify, tool_environments
 from ghostlayers.errors import CheckpointError, RequirementError, UnsupportedModelError
 from ghostlayers.gguf_graft import graft_operators
 from ghostlayers.gguf_verify import PROMPTS
@@ -88,6 +88,13 @@ def test_verify_keeps_a_file_only_if_the_texts_are_equal(tmp_path, run, equal):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         ["a", "b", "stock", *(["m.gguf"] if equal else [])]
     )
+
+
+def test_an_engine_that_hangs_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_verify, "RUN_SECONDS", 0.5)
+    runner = fake_tool(tmp_path, "import time\ntime.sleep(60)")
+    with pytest.raises(CheckpointError, match=r"not answered within 0.5 s.*without --verify"):
+        gguf_verify.llama_cpp_texts(tmp_path / "m.gguf", Path(runner))
 
 
 def greedy(folder: Path) -> list[str]:

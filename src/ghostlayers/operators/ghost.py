@@ -79,6 +79,17 @@ def antisymmetric_share(m: Tensor) -> float:
     return float((m - m.T).norm()) / 2.0 / norm if norm > 0 else 0.0
 
 
+def solution_record(solution: Solution, ridge: float) -> dict[str, object]:
+    """Return JSON values: λ, and what the solve and its (C, C) map are like."""
+    return {
+        "ridge": ridge,
+        "rank": solution.rank,
+        "condition": solution.condition,
+        "frobenius_norm": float(solution.m.norm()),
+        "antisymmetric_share": antisymmetric_share(solution.m),
+    }
+
+
 def fit_errors(moments: SplitMoments, m: Tensor, m_fit_part: Tensor | None) -> dict[str, object]:
     """Relative errors ‖X + XM − Y‖/‖Y‖ before and after, on calibration and held-out windows.
 
@@ -127,14 +138,7 @@ def fit_ghost(
     stored = store_map(
         moments, solution.m, part, ridge=ridge, rank=rank, dtype=dtype, by_rank=by_rank
     )
-    diagnostics = {
-        **stored.diagnostics,
-        "ridge": ridge,
-        "rank": solution.rank,
-        "condition": solution.condition,
-        "frobenius_norm": float(solution.m.norm()),
-        "antisymmetric_share": antisymmetric_share(solution.m),
-    }
+    diagnostics = {**stored.diagnostics, **solution_record(solution, ridge)}
     return OperatorFit(
         name="ghost",
         tensors=stored.tensors,

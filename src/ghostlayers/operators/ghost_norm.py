@@ -12,8 +12,8 @@ import torch
 from ..moments import BoundaryMoments, SplitMoments
 from ..norm_moments import NormMoments
 from . import OperatorFit
-from .ghost import antisymmetric_share, fit_warnings, solve_ridge, store_map
-from .ghost_robust import choose_ridge
+from .ghost import fit_warnings, solution_record, solve_ridge, store_map
+from .ghost_robust import fit_without_held_out
 
 
 def fit_ghost_norm(
@@ -36,32 +36,25 @@ def fit_ghost_norm(
     Returns:
         The fit: `m` (C, C), or `down` (C, r) and `up` (r, C); its spec holds `norm_eps`.
     """
-    total, part, tried = moments.total, None, dict[float, float]()
-    parts = SplitMoments[BoundaryMoments](moments.boundary, moments.fit, moments.held_out)
-    if moments.fit.num_tokens and moments.held_out.num_tokens:
-        if ridge == 0.0:
-            ridge, part, tried = choose_ridge(moments.fit, moments.held_out)
-        else:
-            part = solve_ridge(moments.fit.gram, moments.fit.cross, ridge).m
+    norm_eps = moments.fit.norm_eps
+    split = SplitMoments[BoundaryMoments](moments.boundary, moments.fit, moments.held_out)
+    ridge, part, tried = fit_without_held_out(split, ridge)
+    total = split.total
     solution = solve_ridge(total.gram, total.cross, ridge)
     stored = store_map(
-        parts, solution.m, part, ridge=ridge, rank=rank, dtype=dtype, by_rank=by_rank
+        split, solution.m, part, ridge=ridge, rank=rank, dtype=dtype, by_rank=by_rank
     )
     diagnostics = {
         **stored.diagnostics,
-        "ridge": ridge,
+        **solution_record(solution, ridge),
         "ridge_errors": {f"{value:g}": error for value, error in tried.items()},
-        "rank": solution.rank,
-        "condition": solution.condition,
-        "frobenius_norm": float(solution.m.norm()),
-        "antisymmetric_share": antisymmetric_share(solution.m),
-        "norm_eps": total.norm_eps,
+        "norm_eps": norm_eps,
     }
     return OperatorFit(
         name="ghost-norm",
         tensors=stored.tensors,
         diagnostics=diagnostics,
-        warnings=tuple(fit_warnings(moments, diagnostics, total)),
-        spec={**stored.spec, "norm_eps": total.norm_eps},
+        warnings=tuple(fit_warnings(split, diagnostics, total)),
+        spec={**stored.spec, "norm_eps": norm_eps},
         fit_part=stored.fit_part,
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..moments import BoundaryMoments, RobustMoments, SplitMoments
 from ..token_classes import SinkRule
 from . import OperatorFit
-from .ghost import antisymmetric_share, fit_warnings, solve_ridge, store_map
+from .ghost import fit_warnings, solution_record, solve_ridge, store_map
 
 RIDGES = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 TOLERANCE = 1.02
@@ -94,7 +94,7 @@ def fit_ghost_robust(
     if sinks is None or not sinks.separates or not num_massive:
         parts = parts[0].as_ordinary(), parts[1].as_ordinary()
     split = SplitMoments(moments.boundary, parts[0].ordinary, parts[1].ordinary)
-    ridge, part, tried = _without_held_out(split, ridge)
+    ridge, part, tried = fit_without_held_out(split, ridge)
     total = split.total
     solution = solve_ridge(total.gram, total.cross, ridge)
     stored = store_map(
@@ -108,12 +108,8 @@ def fit_ghost_robust(
         fit_part |= shifts_part
     diagnostics = {
         **stored.diagnostics,
-        "ridge": ridge,
+        **solution_record(solution, ridge),
         "ridge_errors": {f"{value:g}": error for value, error in tried.items()},
-        "rank": solution.rank,
-        "condition": solution.condition,
-        "frobenius_norm": float(solution.m.norm()),
-        "antisymmetric_share": antisymmetric_share(solution.m),
         **sink_record(num_massive, sinks, used="sink_cosine" in spec),
     }
     return OperatorFit(
@@ -126,7 +122,7 @@ def fit_ghost_robust(
     )
 
 
-def _without_held_out(
+def fit_without_held_out(
     split: SplitMoments[BoundaryMoments], ridge: float
 ) -> tuple[float, Tensor | None, dict[float, float]]:
     """Fit without the held-out windows; return λ, chosen if it is 0, M, and errors by λ tried."""
