@@ -18,7 +18,8 @@ HEAD = """# Results
 
 Written by `python benchmarks/results_page.py` from the files of `ghostlayers compare`; do not edit.
 What the columns mean: [methods](methods.md). A ratio is the perplexity of the pruned model over
-that of the dense model on the same windows.
+that of the dense model on the same windows; `-`: not measured (no operator is fitted to merged
+weights).
 """
 
 

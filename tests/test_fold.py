@@ -11,7 +11,7 @@ from torch import nn
 
 import families
 import ghostlayers as gl
-from ghostlayers import fold_plan, guard, recovery
+from ghostlayers import fold_plan, guard, recovered
 from ghostlayers.changed_weights import change_weights_
 from ghostlayers.decoder import decoder_layers
 from ghostlayers.feature_moments import FeatureMoments, StateFeatureMoments, gram_bytes
@@ -515,13 +515,13 @@ def test_command_line(work, run, tmp_path, recover):
 def test_the_guard_sees_maps_that_have_never_seen_the_held_out_windows(monkeypatch):
     """Other held-out windows: the same weights without them, of both maps."""
     dense, windows, parts = tiny_model(), random_ids(8, 96, seed=2), []
-    judge = recovery.judge_repairs
+    judge = recovered.judge_repairs
 
     def judged(model, pruned, plan, ladders, *args, **settings):
         parts.append([ladder[0].weights_part for ladder in ladders.values()])
         return judge(model, pruned, plan, ladders, *args, **settings)
 
-    monkeypatch.setattr(recovery, "judge_repairs", judged)
+    monkeypatch.setattr(recovered, "judge_repairs", judged)
     for seed in (3, 4):
         windows[[3, 7]] = random_ids(2, 96, seed=seed)
         gl.prune(dense, layers="3", recover="fold", windows=windows, ridge=0.1)

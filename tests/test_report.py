@@ -11,11 +11,12 @@ import pytest
 from ghostlayers.cli import main
 from ghostlayers.errors import CheckpointError
 from ghostlayers.json_shape import Maybe, Values, shape_error
-from ghostlayers.report_data import Model, short_name
+from ghostlayers.report_data import Model, Study, short_name
 from ghostlayers.report_inputs import read_inputs
+from ghostlayers.report_repairs import repair_pictures
 from ghostlayers.report_speed import Point, pareto_front
 from ghostlayers.report_studies import build_studies
-from ghostlayers.report_style import Table, log_ticks, marks, number
+from ghostlayers.report_style import Mark, Table, log_ticks, marks, number
 from report_samples import (
     DENSE,
     GAINS,
@@ -486,3 +487,26 @@ def test_alignment_of_a_table_is_found_once(monkeypatch):
     assert table.right == [False, True]
     monkeypatch.setattr("ghostlayers.report_style.NUMBER", None)
     assert table.right == [False, True]  # a page asks for every cell
+
+
+def test_marks_lie_on_the_bar_of_their_own_error_without_repair():
+    """Methods that count other tokens have other errors before: each mark stands on its own bar."""
+    entry = {"start": 1, "stop": 3, "operator": "x"}
+    found = {"ghost": (0.3, 0.2), "replaceme-lstsq": (0.3, 0.25), "ghost-robust": (0.6, 0.4)}
+    models = [
+        Model(
+            selector="lorp",
+            operator=name,
+            calibration="t",
+            boundaries=[{**entry, "error_before": before, "error_after": after}],
+        )
+        for name, (before, after) in found.items()
+    ]
+    looks = {name: Mark(name, "#000000", "circle", "solid") for name in found}
+    picture = next(iter(repair_pictures(Study("m", models=models), looks)))
+    bar, *marks = picture.panels[0].spec["data"]
+    bars = dict(zip(bar["y"], bar["x"], strict=True))
+    assert sorted(bars.values()) == pytest.approx([30, 60])
+    for (before, after), mark in zip(found.values(), marks, strict=True):
+        assert mark["x"] == pytest.approx([100 * after])
+        assert bars[mark["y"][0]] == pytest.approx(100 * before)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ghostlayers as gl
-from ghostlayers import recovery, sweep
+from ghostlayers import recovered, recovery, sweep
 from ghostlayers.boundary_runs import BoundaryRuns, repaired_student
 from ghostlayers.decoder import decoder_layers
 from ghostlayers.plan import Boundary
@@ -122,9 +122,9 @@ def test_second_fold_sees_the_first_one():
 def test_what_the_guard_tests_has_never_seen_the_held_out_windows(monkeypatch):
     """Other held-out windows: the same fits without them, at every boundary."""
     dense, windows, parts = tiny_model(), random_ids(8, 96, seed=2), []
-    judge = recovery.judge_repairs
+    judge = recovered.judge_repairs
     monkeypatch.setattr(
-        recovery,
+        recovered,
         "judge_repairs",
         lambda m, p, plan, ladders, *a, **k: (
             parts.append([ladder[0].fit_part["m"] for ladder in ladders.values()]),

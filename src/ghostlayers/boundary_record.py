@@ -7,7 +7,7 @@ from typing import Any
 
 from .operators import NO_OPERATOR, OperatorFit
 from .plan import Boundary, PruningPlan
-from .recovery import Recovery
+from .recovered import Recovery
 
 ERRORS = ("error_before", "held_out_error_before")
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from .compare_fits import Key
     from .loading import ModelSource
-    from .recovery import Ladder
+    from .recovered import Ladder
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .boundary_record import boundary_entries
@@ -15,7 +15,7 @@ from .compare_results import CellLine, DenseLine
 from .compare_scoring import compared
 from .decoder import share_tensors, text_config
 from .fold_plan import plan_folds
-from .guard import guard_scorer, judge_repairs
+from .guard import guard_scorer
 from .model_checks import check_attachable
 from .model_selection import change_layers_
 from .operators import (
@@ -26,16 +26,15 @@ from .operators import (
     REPLACING,
     check_size,
 )
-from .recovery import Recovery, recover_
-from .refinement import Refined, refine_repairs
-from .repairs import apply_repairs_
+from .recovered import Recovery, finish_
+from .recovery import recover_
 from .suffix import SuffixScorer, first_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .compare_fits import Key
-    from .recovery import Ladder
+    from .recovered import Ladder
 
 
 @dataclass(frozen=True)
@@ -173,37 +172,19 @@ class Repairer:
             )
             return repaired, model
         own = {boundary: ladders[job.operator, boundary] for boundary in plan.boundaries}
-        refined: Refined = Refined(own, None)
-        verdict = None
-        if settings.refine_steps:
-            refined = refine_repairs(
-                self.model,
-                model,
-                plan,
-                own,
-                ids,
-                steps=settings.refine_steps,
-                batch_size=settings.batch_size,
-                seed=settings.seed,
-                progress=self.progress,
-            )
-            own = refined.ladders
-        if job.operator in GUARDED:
-            verdict = judge_repairs(
-                self.model,
-                model,
-                plan,
-                own,
-                ids,
-                batch_size=self.config.batch_size,
-                scorer=guard,
-                progress=self.progress,
-            )
-        notes = refined.notes
-        if job.operator in REPLACING:
-            notes = plan_folds(self.model, plan, settings).warnings
-        recovery = Recovery(own, verdict, notes=notes, refinement=refined.record)
-        return replace(recovery, changed=apply_repairs_(model, plan, recovery.used)), model
+        replacing = job.operator in REPLACING
+        repaired = finish_(
+            model,
+            self.model,
+            plan,
+            settings,
+            ids,
+            own,
+            warnings=plan_folds(self.model, plan, settings).warnings if replacing else (),
+            scorer=guard,
+            progress=self.progress,
+        )
+        return repaired, model
 
     def forget(self) -> None:
         """Free the guard's states."""

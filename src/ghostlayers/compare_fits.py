@@ -31,7 +31,7 @@ from .token_classes import rule_sample
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .recovery import Ladder
+    from .recovered import Ladder
 
 CHANNEL = ("linearpatch-diag", "linearpatch-rotate")
 NORMALISED = ("ghost-norm",)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .compare import Comparison
     from .compare_cells import Job
     from .config import PruneConfig
-    from .recovery import Recovery
+    from .recovered import Recovery
 
 CHECKPOINTS_FOLDER = "checkpoints"
 MAX_LAYERS_LENGTH = 60

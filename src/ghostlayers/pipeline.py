@@ -35,7 +35,7 @@ from .plan import Boundary, PruningPlan, check_num_remove, parse_layers, removab
 from .pruning_run import PruningRun
 from .quantized import check_quantized, is_quantized
 from .records import FORMAT_VERSION, versions
-from .recovery import Recovery
+from .recovered import Recovery
 from .scores import CALIBRATION_SETTINGS, Scores, windows_of_run
 from .selection import Selection
 

@@ -22,7 +22,8 @@ from .decoder import num_decoder_layers, share_tensors
 from .errors import CalibrationError, PlanError, UnsupportedModelError
 from .guard import MIN_WINDOWS, first_changed_layer, guard_scorer
 from .operators import NO_OPERATOR
-from .recovery import Recovery, recover_
+from .recovered import Recovery
+from .recovery import recover_
 from .repairs import apply_repairs_, is_tested, without_held_out
 from .selectors import AUTO
 from .steps import cut

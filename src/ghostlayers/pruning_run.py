@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .budget_choice import choose_for_budget
-from .recovery import Recovery, prepare_recovery, recover_
+from .recovered import Recovery
+from .recovery import prepare_recovery, recover_
 from .selection import Measured, Selection
 from .steps import cut
 

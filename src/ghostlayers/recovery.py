@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .boundary_runs import RULE_WINDOWS, BoundaryBatch, BoundaryRuns, repaired_student
 from .fold_plan import FoldPlan, moments_device, plan_folds
 from .folding import fit_fold_boundary, fit_fold_ghost_boundary
-from .guard import MIN_WINDOWS, Verdict, judge_repairs
+from .guard import MIN_WINDOWS
 from .moments import MomentAccumulator, SplitMoments
 from .norm_moments import moments_of_operator
 from .operators import FOLDING, GUARDED, NO_OPERATOR, REPLACING, ROBUST, OperatorFit
 from .plan import Boundary, PruningPlan
-from .refinement import Refined, refine_repairs
-from .repairs import apply_repairs_, is_tested, with_parts_of, without_held_out
+from .recovered import Ladder, Recovery, finish_
+from .repairs import is_tested, with_parts_of, without_held_out
 from .replacing import fit_replaceme_boundary
 from .steps import (
     collect_moments,
@@ -32,43 +32,6 @@ if TYPE_CHECKING:
 
     from .config import PruneConfig
     from .suffix import SuffixScorer
-
-Ladder = tuple[OperatorFit, ...]
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """Repairs of a pruned model.
-
-    Attributes:
-        ladders: Every repair that was fitted, by boundary, the most complex one first.
-        verdict: What the guard decided; None if the first ones are used as they are.
-        changed: Names of the pruned model's parameters that hold new values.
-        notes: What the user should know beside the warnings of the fits.
-        refinement: JSON values of the refinement; None if there was none.
-    """
-
-    ladders: Mapping[Boundary, Ladder] = field(default_factory=dict)
-    verdict: Verdict | None = None
-    changed: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()
-    refinement: dict[str, Any] | None = None
-
-    @property
-    def used(self) -> dict[Boundary, OperatorFit]:
-        """The repairs that are in the model."""
-        chosen = {boundary: ladder[0] for boundary, ladder in self.ladders.items()}
-        if self.verdict is not None:
-            chosen = {b: self.verdict.chosen[b] for b in chosen if b in self.verdict.chosen}
-        return {b: replace(fit, fit_part={}, weights_part={}) for b, fit in chosen.items()}
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What the user should know, one line each."""
-        lines = () if self.verdict is None else self.verdict.warnings
-        fits = [ladder[0] for ladder in self.ladders.values() if ladder[0].weights]
-        own = [line for fit in (*fits, *self.used.values()) for line in fit.warnings]
-        return (*self.notes, *lines, *dict.fromkeys(own))
 
 
 def prepare_recovery(model: PreTrainedModel, plan: PruningPlan, config: PruneConfig) -> FoldPlan:
@@ -124,35 +87,17 @@ def recover_(
         pruned, model, plan, config, ids, massive if robust else None, folds, progress=progress
     )
     ladders = fitter.ladders()
-    refined = Refined(ladders, None)
-    if config.refine_steps:
-        refined = refine_repairs(
-            model,
-            pruned,
-            plan,
-            ladders,
-            ids,
-            steps=config.refine_steps,
-            batch_size=config.batch_size,
-            seed=config.seed,
-            progress=progress,
-        )
-        ladders = refined.ladders
-    verdict = None
-    if config.recover in GUARDED:
-        verdict = judge_repairs(
-            model,
-            pruned,
-            plan,
-            ladders,
-            ids,
-            batch_size=config.batch_size,
-            scorer=scorer,
-            progress=progress,
-        )
-    notes = (*folds.warnings, *refined.notes)
-    recovery = Recovery(ladders, verdict, notes=notes, refinement=refined.record)
-    return replace(recovery, changed=apply_repairs_(pruned, plan, recovery.used))
+    return finish_(
+        pruned,
+        model,
+        plan,
+        config,
+        ids,
+        ladders,
+        warnings=folds.warnings,
+        scorer=scorer,
+        progress=progress,
+    )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .report_data import Model, Study, short_name
+from .report_data import Model, Study, short_name, unique
 from .report_style import GREY, Mark, Panel, Picture, Table, axis, number, spec, text
 
 MAX_ROWS = 40
@@ -36,20 +36,24 @@ def _errors(models: Sequence[Model]) -> Iterator[tuple[Model, Mapping[str, Any],
 
 def _error_picture(study: Study, rows: list[Any], looks: Mapping[str, Mark]) -> Picture:
     main = {id(model) for model in study.main_models}
-    places: dict[tuple[int, int, str], list[Any]] = {}
+    places: dict[tuple[int, int, str, str], list[Any]] = {}  # by what is the same without repair
     for row in rows:
-        model, entry, *_ = row
+        model, entry, before, *_ = row
         if id(model) in main:
-            key = (entry["start"], entry["stop"], model.calibration)
+            key = (entry["start"], entry["stop"], model.calibration, f"{before:.3g}")
             places.setdefault(key, []).append(row)
     order = sorted(places)
     hidden = max(0, len(order) - MAX_ROWS)
     shown = sorted(order, key=lambda key: (key[0] - key[1], key))[:MAX_ROWS]
     shown = [key for key in order if key in shown]
     single = len({key[2] for key in shown}) < 2
-    names = [f"layers {a}–{b - 1}" if b - a > 1 else f"layer {a}" for a, b, _ in shown]
+    names = [f"layers {a}–{b - 1}" if b - a > 1 else f"layer {a}" for a, b, *_ in shown]
     if not single:
         names = [f"{name}<br>{text(key[2])}" for name, key in zip(names, shown, strict=True)]
+    names = [
+        f"{name}<br>{_methods(places[key])}" if names.count(name) > 1 else name
+        for name, key in zip(names, shown, strict=True)
+    ]
     data, used = _error_traces([places[key] for key in shown], names, looks)
     layout = {
         "xaxis": axis("relative error, %", rangemode="tozero"),
@@ -77,12 +81,20 @@ def _error_picture(study: Study, rows: list[Any], looks: Mapping[str, Mark]) -> 
         "errors",
         "What each repair mends",
         "Relative error of the hidden state behind each cut: bars without repair, marks with it, "
-        "on windows that the fit has not seen where there are any. Left is better. A small error "
-        f"is no promise of a low perplexity.{more}",
+        "on windows that the fit has not seen where there are any. Left is better. Methods that "
+        "count other tokens, or weight them, have a bar of their own: ghost-robust leaves the "
+        f"massive ones out. A small error is no promise of a low perplexity.{more}",
         [Panel(spec(data, layout, 100 + 28 * len(shown)), alt)],
         Table(header, cells, "Relative error before and after repair, percent"),
         [Mark("before", GREY, "square", "solid"), *(looks[name] for name in used)],
     )
+
+
+def _methods(rows: Sequence[Any]) -> str:
+    """Name the operators of a row, the first two and how many more."""
+    found = unique(text(model.operator_label) for model, *_ in rows)
+    more = f" and {len(found) - 2} more" if len(found) > 2 else ""
+    return ", ".join(found[:2]) + more
 
 
 def _error_traces(
