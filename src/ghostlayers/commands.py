@@ -35,7 +35,8 @@ def write_result(target: str | None, value: dict[str, Any]) -> None:
         write_json(Path(target), value)
 
 
-def _check_json_target(target: str | None) -> None:
+def check_json_target(target: str | None) -> None:
+    """Check, before any work, that the file of `--json` can be written."""
     if target in (None, "-"):
         return
     path = Path(str(target)).resolve()
@@ -45,7 +46,8 @@ def _check_json_target(target: str | None) -> None:
         raise CheckpointError(f"--json {target!r} is a folder. Give a file name.")
 
 
-def _quiet_transformers() -> None:
+def quiet_transformers() -> None:
+    """Show errors of transformers alone."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -68,8 +70,8 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     config = PruneConfig(num_remove=1, **settings)
     placement = placement_of_run(args, config.device)
     _check_calibration(config)
-    _check_json_target(args.json)
-    _quiet_transformers()
+    check_json_target(args.json)
+    quiet_transformers()
     from .analysis import analyze
     from .calibration import resolve_window
     from .decoder import num_decoder_layers
@@ -148,12 +150,12 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     placement = placement_of_run(args, config.device)
     if scores is None or "calibration" in given:
         _check_calibration(config)
-    _check_json_target(args.json)
+    check_json_target(args.json)
     from .checkpoint import check_output, save_pruned
 
     out = check_output(args.out, force=args.force)
     _check_push(args.push_to_hub)
-    _quiet_transformers()
+    quiet_transformers()
     from .budgets import check_reachable
     from .calibration import resolve_window
     from .decoder import pruned_config
@@ -250,7 +252,7 @@ def run_info(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str, A
     folder = Path(args.path).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"PATH {args.path!r} is no folder. Give a checkpoint.")
-    _check_json_target(args.json)
+    check_json_target(args.json)
     record = read_record(folder)
     calibration = record.get("calibration") or {}
     source = record.get("source") or {}

@@ -74,7 +74,7 @@ def _reader(kind: str, name: str) -> Any:
 
 def run_compare(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str, Any]:
     """Measure what is asked for; everything is checked before a model is loaded."""
-    from .commands import _check_json_target, _quiet_transformers, placement_of_run
+    from .commands import check_json_target, placement_of_run, quiet_transformers
 
     names = {item.name for item in fields(CompareConfig)} | set(SHARED_FIELDS)
     given = {name: value for name, value in vars(args).items() if name in names}
@@ -82,10 +82,10 @@ def run_compare(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str
     runs = runs_of(file, given, args.model_flag or args.model)
     devices = [dict(run.config.shared).get("device", "auto") for run in runs]
     placements = [placement_of_run(args, device) for device in devices]
-    _check_json_target(args.json)
+    check_json_target(args.json)
     out = Path(args.out).expanduser()
     _check_folder(out)
-    _quiet_transformers()
+    quiet_transformers()
     with ExitStack() as stack:
         prepared = []
         for run, folder, placement in zip(runs, _folders(runs, out), placements, strict=True):

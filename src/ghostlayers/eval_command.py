@@ -85,12 +85,12 @@ def add_eval_flags(parser: argparse.ArgumentParser, model_help: str) -> None:
 
 def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     """Measure what is asked for on every path; everything is checked before a model is loaded."""
-    from .commands import _check_json_target, _quiet_transformers, placement_of_run
+    from .commands import check_json_target, placement_of_run, quiet_transformers
 
     texts = _texts(args)
     for text in texts:
         check_source(text)
-    _check_json_target(args.json)
+    check_json_target(args.json)
     _check_numbers(args)
     if distributed.size() > 1 and (args.tasks is not None or args.speed):
         raise GhostlayersError(
@@ -100,7 +100,7 @@ def run_eval(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, An
     own = {name: settings[name] for name in ("batch_size", "dtype", "device") if name in settings}
     config = PruneConfig(num_remove=1, **own)
     placement = placement_of_run(args, config.device)
-    _quiet_transformers()
+    quiet_transformers()
     from .calibration import resolve_window
     from .eval_baseline import with_dense
     from .loading import load_config, locate

@@ -43,12 +43,12 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 def run_export(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str, Any]:
     """Export a checkpoint and say what was written."""
-    from .commands import _check_json_target, _quiet_transformers
+    from .commands import check_json_target, quiet_transformers
 
     if args.format not in FORMATS:
         raise unknown_name("format", args.format, FORMATS)
-    _check_json_target(args.json)
-    _quiet_transformers()
+    check_json_target(args.json)
+    quiet_transformers()
     from .gguf_export import export_gguf
 
     result = export_gguf(

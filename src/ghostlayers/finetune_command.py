@@ -53,17 +53,17 @@ def run_finetune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str
     config = FinetuneConfig(**settings)
     _placement(args)  # its faults come before any work
     from .checkpoint import check_output, load_pruned
-    from .commands import _check_json_target, _quiet_transformers
+    from .commands import check_json_target, quiet_transformers
 
     if config.calibration != "self":
         check_source(config.calibration)
-    _check_json_target(args.json)
+    check_json_target(args.json)
     out = check_output(args.out, force=args.force)
     folder = Path(args.path).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"PATH {args.path!r} is no folder. Give a checkpoint.")
     record = read_record(folder)
-    _quiet_transformers()
+    quiet_transformers()
     from .loading import load_config, locate
     from .trained_parameters import check_trainable
 

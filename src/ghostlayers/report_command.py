@@ -33,10 +33,10 @@ def add_report_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_report(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str, Any]:
     """Read the inputs, write the page, and say what is in it."""
-    from .commands import _check_json_target
+    from .commands import check_json_target
 
     _check_out(args.out, force=args.force)
-    _check_json_target(args.json)
+    check_json_target(args.json)
     studies = write_report(args.paths, args.out, force=args.force)
     from .report_headline import title_of
 
