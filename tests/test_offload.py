@@ -144,7 +144,7 @@ def test_pruned_checkpoints_are_equal(pairs, tmp_path, family, recover):
     [("llama", "fold"), ("gpt2", "fold+ghost"), ("gpt2", "replaceme-lstsq")],
 )
 def test_weights_on_disk_are_changed(pairs, tmp_path, monkeypatch, family, recover):
-    monkeypatch.setattr("ghostlayers.recovery.GUARDED", ())  # random models gain too little
+    monkeypatch.setattr("ghostlayers.recovered.GUARDED", ())  # random models gain too little
     source, dense, offloaded, _ = pairs(family)
     settings = {"layers": "2-3,5", "recover": recover, "windows": IDS, "progress": False}
     if recover.startswith("fold"):
