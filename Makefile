@@ -54,13 +54,14 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A process per core; the tests of a file stay together, since they share what they measure.
+# A process per core; the tests of a file stay together, since they share what they measure, and the
+# files with the longest tests come first.
 test: lint
-	$(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile --no-loadscope-reorder
 
 # Every configuration on a real model; pages in a browser and serving engines where they are there.
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow -n auto --dist loadfile
+	$(BIN)/python -m pytest -m slow -n auto --dist loadfile --no-loadscope-reorder
 
 architectures: $(VENV)/.dev
 	cd tests && ../$(BIN)/python architectures.py --check

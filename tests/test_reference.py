@@ -20,6 +20,7 @@ from oracles import identity_reference, logits, reload, step_error
 
 pytestmark = pytest.mark.real_model
 
+SELECTORS = ("streamline", "shortgpt", "lorp")
 PATCHES = ("linearpatch-diag", "linearpatch-rotate")
 MODELS = {"smollm2": "smollm2-135m-instruct.json", "gemma3": "gemma-3-270m.json"}
 
@@ -58,6 +59,9 @@ class Measured:
         sweep(prefix, batches, [plain, *patched.values()])
         self.moments = plain.result()
         self.patched = {name: moments.result()[block[0]] for name, moments in patched.items()}
+
+    def entry(self, selector: str) -> dict:
+        return next(e for e in self.reference["recovery"] if e["selector"] == selector)
 
     def perplexity(self, model) -> float:
         return gl.perplexity(model, self.windows["evaluation"], batch_size=2).perplexity
@@ -130,28 +134,38 @@ def test_pruned_model_equals_the_identity_oracle(measured):
         assert torch.equal(logits(pruned, ids), expected)
 
 
-def test_pruned_and_recovered_perplexity(measured):
-    for entry in measured.reference["recovery"]:
-        plan = measured.plans[entry["selector"]]
-        pruned = gl.remove_layers_(gl.share_tensors(measured.model), plan.removed)
-        cut_like_the_reference(measured.model, pruned)
-        assert measured.perplexity(pruned) == pytest.approx(entry["none_ppl"], rel=1e-3)
-        fits = {b: fit_operator(measured.moments[b], dtype=torch.float32) for b in plan.boundaries}
-        expected = entry.get("ghost_per_run") or entry["ghost"]
-        if "frobenius_M" in expected:
-            fit = fits[plan.boundaries[0]].diagnostics
-            assert fit["frobenius_norm"] == pytest.approx(expected["frobenius_M"], rel=1e-3)
-            assert fit["antisymmetric_share"] == pytest.approx(
-                expected["antisymmetric_share"], rel=1e-3
-            )
-            assert fit["error_after"] == pytest.approx(expected["relative_error"], rel=1e-3)
-        recovered = gl.attach_operators_(pruned, plan, fits)
-        assert measured.perplexity(recovered) == pytest.approx(expected["ppl"], rel=1e-3)
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_pruned_and_recovered_perplexity(measured, selector):
+    check_recovered_perplexity(measured, selector)
+
+
+def check_recovered_perplexity(measured, selector):
+    entry = measured.entry(selector)
+    plan = measured.plans[selector]
+    pruned = gl.remove_layers_(gl.share_tensors(measured.model), plan.removed)
+    cut_like_the_reference(measured.model, pruned)
+    assert measured.perplexity(pruned) == pytest.approx(entry["none_ppl"], rel=1e-3)
+    fits = {b: fit_operator(measured.moments[b], dtype=torch.float32) for b in plan.boundaries}
+    expected = entry.get("ghost_per_run") or entry["ghost"]
+    if "frobenius_M" in expected:
+        fit = fits[plan.boundaries[0]].diagnostics
+        for name, key in (
+            ("frobenius_norm", "frobenius_M"),
+            ("antisymmetric_share", "antisymmetric_share"),
+            ("error_after", "relative_error"),
+        ):
+            assert fit[name] == pytest.approx(expected[key], rel=1e-3)
+    recovered = gl.attach_operators_(pruned, plan, fits)
+    assert measured.perplexity(recovered) == pytest.approx(expected["ppl"], rel=1e-3)
 
 
 def test_linearpatch(measured):
+    check_linearpatch(measured)
+
+
+def check_linearpatch(measured):
     """Gemma's rotated values are of another Hadamard matrix of order 20 (not Paley's)."""
-    expected = next(e for e in measured.reference["recovery"] if e["selector"] == "streamline")
+    expected = measured.entry("streamline")
     plan, smollm2 = measured.plans["streamline"], measured.reference["model"] == "smol"
     fits = {}
     for name in PATCHES if smollm2 else PATCHES[:1]:

@@ -1,13 +1,33 @@
-"""The tests of `test_reference` on the other real model: in a file of its own, to run beside it."""
+"""The tests of `test_reference` on the other real model: in a file of its own, to run beside it.
+
+Its vocabulary of 262,144 makes every perplexity dear: most of them are slow tests.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 from test_reference import *  # noqa: F403
-from test_reference import measured_on_all_cores
+from test_reference import (
+    SELECTORS,
+    check_linearpatch,
+    check_recovered_perplexity,
+    measured_on_all_cores,
+)
 
 
 @pytest.fixture(scope="module", params=["gemma3"])
 def measured(request, shared):
     yield from measured_on_all_cores(request.param, shared)
+
+
+@pytest.mark.parametrize(
+    "selector", [SELECTORS[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SELECTORS[1:])]
+)
+def test_pruned_and_recovered_perplexity(measured, selector):
+    check_recovered_perplexity(measured, selector)
+
+
+@pytest.mark.slow
+def test_linearpatch(measured):
+    check_linearpatch(measured)
