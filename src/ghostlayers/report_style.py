@@ -166,6 +166,18 @@ def axis(title: str, **changes: Any) -> dict[str, Any]:
     return {**common, **changes}
 
 
+def rows_axis(names: Sequence[str]) -> dict[str, Any]:
+    """Return a vertical axis of named rows, the first on top."""
+    return axis(
+        "",
+        type="category",
+        categoryorder="array",
+        categoryarray=list(names),
+        range=[len(names) - 0.4, -0.6],
+        ticks="",
+    )
+
+
 def log_ticks(low: float, high: float) -> list[float]:
     """Return round numbers between two positive ones, 3 to about 8 of them."""
     best: list[float] = []
@@ -233,6 +245,7 @@ __all__ = [
     "log_ticks",
     "marks",
     "number",
+    "rows_axis",
     "spec",
     "text",
     "with_error",
