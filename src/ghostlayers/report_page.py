@@ -15,6 +15,7 @@ from .report_curves import quality_pictures
 from .report_data import Gap, Model, Study, short_name, unique
 from .report_headline import Card, best_table, cards_of, sentence_of, title_of
 from .report_maps import dense_pictures
+from .report_parts import Expectation
 from .report_repairs import repair_pictures
 from .report_speed import speed_pictures
 from .report_style import Picture, Table, marks
@@ -51,7 +52,7 @@ class Chapter:
     warnings: Sequence[str]
     facts: Sequence[tuple[str, str]]
     versions: Table | None
-    expected: str
+    expected: Sequence[tuple[Expectation, Table | None, str]]
     note: str
 
 
@@ -142,7 +143,6 @@ def _chapter(study: Study, index: int) -> Chapter:
         for model in study.models
         for line in model.warnings
     )
-    expected = "" if study.expected is None else json.dumps(study.expected, indent=2)
     return Chapter(
         key=f"model-{index}",
         model=short_name(study.model),
@@ -157,9 +157,18 @@ def _chapter(study: Study, index: int) -> Chapter:
         warnings=warnings,
         facts=[("Dense model", study.model), *study.facts],
         versions=_version_table(study),
-        expected=expected,
+        expected=[_expected(found) for found in study.expected],
         note=study.title or "",
     )
+
+
+def _expected(found: Expectation) -> tuple[Expectation, Table | None, str]:
+    """Return an expectation, its table, and what else it says as text."""
+    caption = "Difference: measured − expected, in the unit of the row; a model of the same name"
+    caption += " is taken to be the same model"
+    table = Table(found.header, found.rows, caption) if found.rows else None
+    rest = "" if found.rest is None else json.dumps(found.rest, indent=2, ensure_ascii=False)
+    return found, table, rest
 
 
 def _by_reason(gaps: Sequence[Gap]) -> dict[str, list[str]]:

@@ -31,6 +31,7 @@ GLYPHS = {
     "x": "✖",
 }
 NUMBER = re.compile(r"[+−-]?\d+(\.\d+)?(e[+-]\d+)?×?( ± \d+(\.\d+)?)?")
+NO_NUMBER = ("", "–", "not run", "not compared")
 DASHES = ("solid", "dash", "dot")
 
 
@@ -63,7 +64,7 @@ class Table:
         columns = list(zip(*self.rows, strict=True)) or [()] * len(self.header)
         return [
             any(map(NUMBER.fullmatch, column))
-            and all(cell in ("", "–") or NUMBER.fullmatch(cell) for cell in column)
+            and all(cell in NO_NUMBER or NUMBER.fullmatch(cell) for cell in column)
             for column in columns
         ]
 
