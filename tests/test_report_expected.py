@@ -92,10 +92,11 @@ def test_each_number_stands_beside_its_cell(tmp_path):
     assert found.notes == [
         "Not compared: the mean lacks tasks that were not run (copa).",
         "Not compared: sizes.",
+        "Of 1 of the numbers: a remark.",
     ]
     assert found.rest == {"saturates": 32} and found.title == "A table"
     assert rows_of(study, "source", "calibration")[7] == [
-        "arXiv 0000.00000; a remark",
+        "arXiv 0000.00000",
         "c4, 8 windows",
     ]
 
@@ -271,3 +272,15 @@ def test_published_numbers_of_the_configurations():
         assert all(
             run.planned["settings"] == json.loads(json.dumps(run.config.to_dict())) for run in runs
         )
+
+
+def test_a_folder_of_several_runs_is_read_whole(tmp_path):
+    numbers = [{**NUMBERS[0], "model": name} for name in ("org/model", "org/other")]
+    for name in ("model-7", "other-7"):
+        planted(tmp_path / "grid" / name, numbers=numbers)
+    path = tmp_path / "grid" / "other-7" / "results.jsonl"
+    path.write_text(path.read_text().replace('"name": "org/model"', '"name": "org/other"'))
+    studies = build_studies(read_inputs([str(tmp_path / "grid")]))
+    assert [study.model for study in studies] == ["org/model", "org/other"]
+    for study in studies:
+        assert rows_of(study, "model", "difference") == [[study.model, "+1.30"]]

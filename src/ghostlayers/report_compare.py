@@ -64,7 +64,8 @@ def add_comparison(studies: Studies, results: CompareResults) -> None:
             label = labels.get((cell.calibration, cell.num_windows), cell.calibration)
             _add_cell(studies, study, cell, None, depth, label)
     if run.expected is not None:
-        study.expected.append(expectation(results))
+        expected = expectation(results)
+        study.expected += [expected] if expected not in study.expected else []
 
 
 def _add_run(study: Study, run: RunLine) -> None:

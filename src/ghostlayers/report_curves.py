@@ -13,6 +13,7 @@ from .report_style import (
     Panel,
     Picture,
     axis,
+    row_labels,
     spec,
     text,
 )
@@ -189,12 +190,12 @@ def _dots(
             }
         )
     line = dense_line(what, dense, "x")
-    corner = {"x": 0.01, "xref": "paper", "xanchor": "left", "yanchor": "bottom", "yshift": 7}
-    corner |= {"showarrow": False, "font": {"size": 11}, "bgcolor": "#ffffff", "borderpad": 2}
-    notes = [
-        {**corner, "y": name, "text": f"{name}: {what.show(Value(value.value))}"}
-        for name, (_, value) in zip(names, known, strict=True)
-    ]
+    notes = row_labels(
+        {
+            name: f"{name}: {what.show(Value(value.value))}"
+            for name, (_, value) in zip(names, known, strict=True)
+        }
+    )
     layout = {
         "xaxis": what.axis(values, showgrid=True),
         "yaxis": axis(

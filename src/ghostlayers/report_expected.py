@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,10 @@ from .report_style import with_error
 NOT_RUN = "not run"
 NOT_COMPARED = "not compared"
 REFUSED = "refused"
-HEADER = ("model", "method", "removed", "what", "expected", "measured", "difference", "percent")
-HEADER_END = ("calibration", "source")
+HEADER = ("model", "method", "removed", "what", "expected", "source", "measured", "difference")
+HEADER_END = ("percent", "calibration")
 UNITS = {
-    "accuracy": "accuracy, %",
+    "accuracy": "accuracy",
     "perplexity": "perplexity",
     "rls": "RLS",
     "speedup": "speed-up, ×",
@@ -90,6 +91,8 @@ def expectation(results: CompareResults) -> Expectation:
         every: list[Found | None] = [*_found(results, number)] if own else []
         rows += [_row(number, found, run, source, reasons) for found in every or [None]]
     notes += [f"{NOT_COMPARED.capitalize()}: {reason}." for reason in reasons]
+    remarks = Counter(number.note for number in own or numbers if number.note)
+    notes += [f"Of {count} of the numbers: {note}." for note, count in remarks.items()]
     return Expectation(run.title or "", notes, (*HEADER, *HEADER_END), rows, rest or None)
 
 
@@ -172,20 +175,20 @@ def _row(
     method = "dense" if number.num_remove is None else f"{selector} + {number.recover}"
     what = UNITS[number.quantity]
     if number.quantity == "accuracy":
-        what = f"mean {what} ({number.metric})"
+        what = f"mean {number.metric}, %"
     elif number.quantity == "perplexity":
-        what = f"{what}, {number.text}" if number.text else f"mean {what} of all texts"
+        what = f"{what}, {number.text}" if number.text else f"mean {what}"
     return [
         short_name(number.model or str(run.model["name"])),
         method,
         "0" if number.num_remove is None else str(number.num_remove),
         what,
         ("≥ " if number.at_least else "") + f"{number.value:.{places}f}",
+        source or "–",
         measured,
         difference,
         percent,
         calibration,
-        "; ".join(filter(None, [source, number.note])),
     ]
 
 

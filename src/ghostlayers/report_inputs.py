@@ -72,6 +72,9 @@ def _read(name: str, path: Path, inputs: Inputs) -> None:
             record = plain(read_record(path))
             _check_record(name, record)
             inputs.checkpoints.append((name, record))
+        elif runs := _runs(path):
+            for run in runs:
+                inputs.comparisons.append((f"{name}/{run.name}", _comparison(str(run), run)))
         else:
             raise CheckpointError(
                 f"PATH {name!r} has neither {RESULTS_FILE} nor {RECORD_FILE}. Give {KNOWN}."
@@ -80,6 +83,11 @@ def _read(name: str, path: Path, inputs: Inputs) -> None:
         inputs.comparisons.append((name, _comparison(name, path)))
     else:
         _read_json(name, path, inputs)
+
+
+def _runs(path: Path) -> list[Path]:
+    """List the folders of a comparison of several models in a folder."""
+    return sorted(each.parent for each in path.glob(f"*/{RESULTS_FILE}") if each.is_file())
 
 
 def _read_json(name: str, path: Path, inputs: Inputs) -> None:

@@ -164,11 +164,21 @@ def _chapter(study: Study, index: int) -> Chapter:
 
 def _expected(found: Expectation) -> tuple[Expectation, Table | None, str]:
     """Return an expectation, its table, and what else it says as text."""
-    caption = "Difference: measured − expected, in the unit of the row; a model of the same name"
-    caption += " is taken to be the same model"
-    table = Table(found.header, found.rows, caption) if found.rows else None
+    caption = "Means are over all texts or all tasks. Difference: measured − expected"
+    table = _without_constant(Table(found.header, found.rows, caption)) if found.rows else None
     rest = "" if found.rest is None else json.dumps(found.rest, indent=2, ensure_ascii=False)
     return found, table, rest
+
+
+def _without_constant(table: Table) -> Table:
+    """Leave out model and calibration where all rows have the same, and say it in the caption."""
+    values = {name: {*column} for name, *column in zip(table.header, *table.rows, strict=True)}
+    same = [n for n in ("model", "calibration") if len(values[n] - {"–"}) < 2]
+    said = [f"{name}: {known}" for name in same for known in values[name] - {"–"}]
+    places = [index for index, name in enumerate(table.header) if name not in same]
+    rows = [[row[place] for place in places] for row in table.rows]
+    caption = ". ".join([*said, table.caption])
+    return Table([table.header[place] for place in places], rows, caption[0].upper() + caption[1:])
 
 
 def _by_reason(gaps: Sequence[Gap]) -> dict[str, list[str]]:

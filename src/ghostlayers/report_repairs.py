@@ -6,7 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .report_data import Model, Study, short_name, unique
-from .report_style import GREY, Mark, Panel, Picture, Table, axis, number, rows_axis, spec, text
+from .report_style import (
+    GREY,
+    Mark,
+    Panel,
+    Picture,
+    Table,
+    axis,
+    number,
+    row_labels,
+    rows_axis,
+    spec,
+    text,
+)
 
 MAX_ROWS = 20  # with them a picture fits a printed page
 DECIDED = (Mark("kept", "#0072B2", "circle", "solid"), Mark("dropped", "#D55E00", "x", "solid"))
@@ -153,24 +165,34 @@ def _guard_picture(trials: list[Any]) -> Picture:
         seen.setdefault(key, (model, entry, tried))
     unlike = [trial for trial in seen.values() if trial[2].get("gain") is not None]
     hidden = max(0, len(unlike) - MAX_ROWS)
-    unlike.sort(key=lambda trial: trial[1]["start"] - trial[1]["stop"])
+    unlike.sort(
+        key=lambda trial: (bool(trial[2].get("kept")), trial[1]["start"] - trial[1]["stop"])
+    )
     shown = sorted(unlike[:MAX_ROWS], key=lambda trial: (trial[1]["start"], trial[1]["stop"]))
     names: list[str] = []
     for model, entry, tried in shown:
         last = entry["stop"] - 1
         where = f"{entry['start']}–{last}" if last > entry["start"] else str(last)
         cut = f" ({text(model.selector or '')} −{model.num_removed})" if model.num_removed else ""
-        name = f"{where}: {text(tried['operator'])}<br>over {text(tried['against'])}{cut}"
+        name = f"{where}: {text(tried['operator'])} over {text(tried['against'])}{cut}"
         names.append(name + "\u200b" * sum(other.rstrip("\u200b") == name for other in names))
     data = _trial_traces(names, shown)
     line = {"color": GREY, "width": 1.5, "dash": "dash"}
     zero = {"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": line}
     layout = {
         "xaxis": axis("gain, nats per token", tickangle=0),
-        "yaxis": rows_axis(names),
+        "yaxis": {
+            **rows_axis(names),
+            "range": [len(names) - 0.6, -0.8],
+            "showticklabels": False,
+            "showgrid": False,
+        },
         "shapes": [zero],
+        "annotations": row_labels({name: name for name in names}),
     }
-    more = f" {hidden} of shorter boundaries only in the table." if hidden else ""
+    more = f" {hidden} more, all kept, in the table." if hidden else ""
+    if hidden and not unlike[MAX_ROWS][2].get("kept"):
+        more = f" {hidden} more in the table."
     kept = sum(bool(tried.get("kept")) for _, _, tried in unlike)
     return Picture(
         "guard",

@@ -179,6 +179,16 @@ def rows_axis(names: Sequence[str]) -> dict[str, Any]:
     )
 
 
+def row_labels(labels: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return annotations at the left above the rows of `rows_axis`, by the name of the row.
+
+    Long names beside a plot would leave it no room on a phone.
+    """
+    corner = {"x": 0.01, "xref": "paper", "xanchor": "left", "yanchor": "bottom", "yshift": 7}
+    corner |= {"showarrow": False, "font": {"size": 11}, "bgcolor": "#ffffff", "borderpad": 2}
+    return [{**corner, "y": name, "text": label} for name, label in labels.items()]
+
+
 def log_ticks(low: float, high: float) -> list[float]:
     """Return round numbers between two positive ones, 3 to about 8 of them."""
     best: list[float] = []
@@ -246,6 +256,7 @@ __all__ = [
     "log_ticks",
     "marks",
     "number",
+    "row_labels",
     "rows_axis",
     "spec",
     "text",
