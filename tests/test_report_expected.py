@@ -284,3 +284,18 @@ def test_a_folder_of_several_runs_is_read_whole(tmp_path):
     assert [study.model for study in studies] == ["org/model", "org/other"]
     for study in studies:
         assert rows_of(study, "model", "difference") == [[study.model, "+1.30"]]
+
+
+def test_the_page_has_the_table_and_says_once_what_all_rows_share(tmp_path):
+    pytest.importorskip("plotly", reason="pip install 'ghostlayers[report]'")
+    planted(tmp_path / "g")
+    assert main(["report", str(tmp_path / "g"), "-o", str(tmp_path / "r.html")]) == 0
+    text = (tmp_path / "r.html").read_text()
+    table = text[text.index('aria-label="Expected and measured: A table"') :]
+    table = table[: table.index("</table>")]
+    assert "<caption>Model org/model; calibration c4, 8 windows. Means" in table
+    assert (
+        '<th scope="col" class="number">percent</th>' in table and "calibration</th>" not in table
+    )
+    assert table.count("<tr>") == 1 + 12 and "not run" in table
+    assert '<a href="#model-1-expected-section">' in text and "&#34;saturates&#34;: 32" in text

@@ -171,14 +171,15 @@ def _expected(found: Expectation) -> tuple[Expectation, Table | None, str]:
 
 
 def _without_constant(table: Table) -> Table:
-    """Leave out model and calibration where all rows have the same, and say it in the caption."""
+    """Leave out columns that tell no rows apart; what they say is in the caption."""
     values = {name: {*column} for name, *column in zip(table.header, *table.rows, strict=True)}
     same = [n for n in ("model", "calibration") if len(values[n] - {"–"}) < 2]
-    said = [f"{name}: {known}" for name in same for known in values[name] - {"–"}]
+    said = "; ".join(f"{name} {known}" for name in same for known in values[name] - {"–"})
+    same += ["percent"] if values["percent"] == {"–"} else []
     places = [index for index, name in enumerate(table.header) if name not in same]
     rows = [[row[place] for place in places] for row in table.rows]
-    caption = ". ".join([*said, table.caption])
-    return Table([table.header[place] for place in places], rows, caption[0].upper() + caption[1:])
+    caption = f"{said[:1].upper()}{said[1:]}. {table.caption}" if said else table.caption
+    return Table([table.header[place] for place in places], rows, caption)
 
 
 def _by_reason(gaps: Sequence[Gap]) -> dict[str, list[str]]:

@@ -20,7 +20,7 @@ from .report_style import (
     text,
 )
 
-MAX_ROWS = 20  # with them a picture fits a printed page
+MAX_ROWS, MAX_TRIALS = 20, 16  # with them a picture fits a printed page
 DECIDED = (Mark("kept", "#0072B2", "circle", "solid"), Mark("dropped", "#D55E00", "x", "solid"))
 
 
@@ -164,11 +164,11 @@ def _guard_picture(trials: list[Any]) -> Picture:
         )
         seen.setdefault(key, (model, entry, tried))
     unlike = [trial for trial in seen.values() if trial[2].get("gain") is not None]
-    hidden = max(0, len(unlike) - MAX_ROWS)
+    hidden = max(0, len(unlike) - MAX_TRIALS)
     unlike.sort(
         key=lambda trial: (bool(trial[2].get("kept")), trial[1]["start"] - trial[1]["stop"])
     )
-    shown = sorted(unlike[:MAX_ROWS], key=lambda trial: (trial[1]["start"], trial[1]["stop"]))
+    shown = sorted(unlike[:MAX_TRIALS], key=lambda trial: (trial[1]["start"], trial[1]["stop"]))
     names: list[str] = []
     for model, entry, tried in shown:
         last = entry["stop"] - 1
@@ -191,7 +191,7 @@ def _guard_picture(trials: list[Any]) -> Picture:
         "annotations": row_labels({name: name for name in names}),
     }
     more = f" {hidden} more, all kept, in the table." if hidden else ""
-    if hidden and not unlike[MAX_ROWS][2].get("kept"):
+    if hidden and not unlike[MAX_TRIALS][2].get("kept"):
         more = f" {hidden} more in the table."
     kept = sum(bool(tried.get("kept")) for _, _, tried in unlike)
     return Picture(
