@@ -55,15 +55,31 @@ def browser():
         found.close()
 
 
-def opened(browser, report, screen):
+SCROLL = """async () => {
+  const step = window.innerHeight;
+  for (let y = 0; y < document.documentElement.scrollHeight; y += step) {
+    window.scrollTo({ top: y, behavior: "instant" });
+    await new Promise((done) => requestAnimationFrame(() => setTimeout(done, 60)));
+  }
+}"""
+COUNT = "Number(document.documentElement.dataset.drawn)"
+DRAWN = f"{PLOTS}.map(p => !!p.querySelector('svg.main-svg'))"
+NUM_PLOTS = 17
+
+
+def opened(browser, report, screen, script=None, scroll=True):
     width, height, scheme = SCREENS[screen]
     page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+    if script is not None:
+        page.add_init_script(script)
     said, asked = [], []
     page.on("console", lambda message: said.append((message.type, message.text)))
     page.on("pageerror", lambda error: said.append(("error", str(error))))
     page.on("request", lambda request: asked.append(request.url))
     page.goto(report.as_uri())
-    assert page.evaluate("document.documentElement.dataset.drawn") == "17"
+    if scroll:
+        page.evaluate(SCROLL)
+        page.wait_for_function(f"{COUNT} === {NUM_PLOTS}")
     return page, said, asked
 
 
@@ -72,10 +88,8 @@ def test_a_page_draws_without_errors_requests_or_overflow(browser, report, scree
     page, said, asked = opened(browser, report, screen)
     assert said == []
     assert asked == [report.as_uri()]
-    drawn = page.evaluate(
-        "[...document.querySelectorAll('.plot')].map(p => !!p.querySelector('svg'))"
-    )
-    assert len(drawn) == 17 and all(drawn)
+    drawn = page.evaluate(DRAWN)
+    assert len(drawn) == NUM_PLOTS and all(drawn)
     width = SCREENS[screen][0]
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     boxes = page.evaluate(f"{DRAWINGS}.map(drawing => drawing.getBoundingClientRect().right)")
@@ -116,6 +130,38 @@ def test_a_change_of_colour_scheme_paints_the_plots_again(browser, report):
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == "rgb(19, 21, 23)"
     assert min(before, *page.evaluate(CONTRAST)) >= 4.5 and said == []
+    page.close()
+
+
+def test_a_plot_is_drawn_when_it_comes_near(browser, report):
+    page, said, _ = opened(browser, report, "phone", scroll=False)
+    page.wait_for_function(f"{COUNT} > 0")
+    drawn = page.evaluate(DRAWN)
+    assert drawn[0] and not drawn[-1] and drawn == sorted(drawn, reverse=True)
+    height = page.evaluate("document.documentElement.scrollHeight")
+    page.evaluate(f"{PLOTS}.at(-1).scrollIntoView({{ behavior: 'instant' }})")
+    page.wait_for_function(f"{DRAWN}.at(-1)")
+    assert not all(page.evaluate(DRAWN))  # those between were never near
+    assert page.evaluate("document.documentElement.scrollHeight") == height
+    assert said == []
+    page.close()
+
+
+def test_a_browser_without_observer_draws_all(browser, report):
+    without = "delete window.IntersectionObserver;"
+    page, said, _ = opened(browser, report, "phone", without, scroll=False)
+    assert page.evaluate("'IntersectionObserver' in window") is False
+    assert page.evaluate(COUNT) == NUM_PLOTS and all(page.evaluate(DRAWN))
+    assert said == []
+    page.close()
+
+
+def test_printing_draws_what_was_never_near(browser, report):
+    page, said, _ = opened(browser, report, "dark", scroll=False)
+    assert not all(page.evaluate(DRAWN))
+    page.pdf(format="A4")
+    assert all(page.evaluate(DRAWN)) and said == []
+    assert page.evaluate("document.documentElement.className") == ""
     page.close()
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from .compare_config import SHARED_FIELDS, CompareConfig, make_config
+from .compare_planned import planned_run
 from .errors import GhostlayersError
+from .expected_numbers import expected_faults, with_model
 
 # Keys that describe the file; `runs` holds mappings of settings that differ between models.
 DESCRIPTIONS = ("title", "source", "notes", "expected")
@@ -27,12 +29,14 @@ class CompareRun:
         values: Flat settings, those of the command line over those of the file.
         title: What it reproduces.
         expected: Numbers and their source.
+        planned: What the file asks for, as `planned_run`; None without a file.
     """
 
     model: str
     values: dict[str, Any]
     title: str | None = None
     expected: Any = None
+    planned: dict[str, Any] | None = field(default=None, compare=False)
 
     @property
     def config(self) -> CompareConfig:
@@ -67,8 +71,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
     for name in ("title", "source", "notes", "model"):
         if not isinstance(value.get(name), str | None):
             faults.append(f"`{name}` is {value[name]!r}; allowed: a text")
+    expected, model = "null", value.get("model")
     try:
         expected = json.dumps(value.get("expected"), default=_as_text)
+        faults += expected_faults(json.loads(expected), model)
     except (TypeError, ValueError) as error:
         faults.append(f"`expected` cannot be stored ({error})")
     if faults:
@@ -76,7 +82,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
             f"--config {str(path)!r}: {'; '.join(faults)}. Keys are the flags of `compare --help` "
             f"with underscores, and {', '.join(OTHER_KEYS)}."
         )
-    return {**value, "expected": json.loads(expected)}
+    return {**value, "expected": with_model(json.loads(expected), model)}
 
 
 def _as_text(value: Any) -> str:
@@ -118,8 +124,10 @@ def runs_of(
         name = model or own.get("model") or file.get("model")
         if not isinstance(name, str):
             raise GhostlayersError("no model is named. Give MODEL, or `model` in the file.")
-        values = {**common, **{k: v for k, v in own.items() if k != "model"}, **given}
-        run = CompareRun(name, values, file.get("title"), file.get("expected"))
+        values = {**common, **{k: v for k, v in own.items() if k != "model"}}
+        planned = planned_run(values, own.get("model") or file.get("model")) if file else None
+        values |= given
+        run = CompareRun(name, values, file.get("title"), file.get("expected"), planned)
         if run not in found:
             found.append(run)
     return found

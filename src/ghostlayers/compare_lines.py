@@ -19,6 +19,8 @@ class RunLine:
         machine: `cpu`, `gpu` (None without), `threads`.
         title: What a configuration file says that it reproduces; None without.
         expected: Numbers that a configuration file expects, with their source; None without.
+        planned: What that file asks for before flags change it: `model`, `settings`, the short
+            names `calibrations` and `texts`, and whether the run is at `smoke` size; None without.
         commit: Commit of the source tree that ran, if it is one.
         command: Arguments of the command line.
     """
@@ -31,6 +33,7 @@ class RunLine:
     machine: dict[str, Any]
     title: str | None = None
     expected: Any = None
+    planned: dict[str, Any] | None = None
     commit: str | None = None
     command: list[str] | None = None
 

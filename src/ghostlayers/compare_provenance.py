@@ -47,6 +47,7 @@ def run_line(
         machine=_machine(),
         title=run.title,
         expected=plain(run.expected),
+        planned=None if run.planned is None else {**run.planned, "smoke": bool(args.smoke)},
         commit=_commit(),
         command=list(args.command_line),
     )

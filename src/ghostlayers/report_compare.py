@@ -20,6 +20,7 @@ from .report_data import (
     windows_fact,
     windows_label,
 )
+from .report_expected import expectation
 from .report_protocol import Studies, add_protocol
 
 UNFINISHED = "not run: the comparison is not finished"
@@ -35,7 +36,7 @@ def add_comparison(studies: Studies, results: CompareResults) -> None:
     run = results.run
     assert run is not None  # checked where it was read
     study = studies.of(str(run.model["name"]))
-    study.title, study.expected = run.title or study.title, run.expected or study.expected
+    study.title = run.title or study.title
     _add_run(study, run)
     labels = {}
     for line in results.calibrations:
@@ -62,6 +63,9 @@ def add_comparison(studies: Studies, results: CompareResults) -> None:
         if cell.key not in used:
             label = labels.get((cell.calibration, cell.num_windows), cell.calibration)
             _add_cell(studies, study, cell, None, depth, label)
+    if run.expected is not None:
+        expected = expectation(results)
+        study.expected += [expected] if expected not in study.expected else []
 
 
 def _add_run(study: Study, run: RunLine) -> None:

@@ -13,6 +13,7 @@ from .report_style import (
     Panel,
     Picture,
     axis,
+    row_labels,
     spec,
     text,
 )
@@ -189,12 +190,12 @@ def _dots(
             }
         )
     line = dense_line(what, dense, "x")
-    corner = {"x": 0.01, "xref": "paper", "xanchor": "left", "yanchor": "bottom", "yshift": 7}
-    corner |= {"showarrow": False, "font": {"size": 11}, "bgcolor": "#ffffff", "borderpad": 2}
-    notes = [
-        {**corner, "y": name, "text": f"{name}: {what.show(Value(value.value))}"}
-        for name, (_, value) in zip(names, known, strict=True)
-    ]
+    notes = row_labels(
+        {
+            name: f"{name}: {what.show(Value(value.value))}"
+            for name, (_, value) in zip(names, known, strict=True)
+        }
+    )
     layout = {
         "xaxis": what.axis(values, showgrid=True),
         "yaxis": axis(
@@ -250,18 +251,20 @@ def _sensitivity(study: Study, looks: Mapping[str, Mark]) -> Iterator[Picture]:
     for source in unique(model.calibration_name for model in drawn):
         own = [model for model in drawn if model.calibration_name == source]
         data = []
-        for name in unique(model.operator_label for model in own):
+        names = unique(model.operator_label for model in own)
+        for index, name in enumerate(names):
             chosen = [m for m in own if m.operator_label == name]
             chosen.sort(key=lambda model: model.num_windows or 0)
             line = _line(chosen, looks[name], what, 0.0)
-            line["x"] = [str(model.num_windows) for model in chosen]
+            shift = 0.05 * (index - (len(names) - 1) / 2)
+            line["x"] = [counts.index(model.num_windows or 0) + shift for model in chosen]
             data.append(line)
         layout = {
             "xaxis": axis(
                 "calibration windows",
-                type="category",
-                categoryorder="array",
-                categoryarray=[str(count) for count in counts],
+                tickvals=list(range(len(counts))),
+                ticktext=[str(count) for count in counts],
+                range=[-0.5, len(counts) - 0.5],
                 showgrid=False,
             ),
             "yaxis": what.axis(values),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .plan import format_layers
+from .report_parts import CutErrors, Expectation
 
 SHORT_HASH = 12
 
@@ -136,23 +137,25 @@ class Study:
         model: Name of the dense model as the input gives it.
         dense: Its measurements; None if there are none.
         scores: Sweeps over it.
+        recoverability: Errors of every contiguous cut.
         models: Pruned and recovered models.
         gaps: What was refused or not run.
         facts: What was measured how: pairs of term and text.
         versions: `{package: version}` with where they were read.
         title: What a configuration says that it reproduces.
-        expected: Numbers that a configuration expects; None without.
+        expected: Numbers that configurations expect, beside those that were measured.
     """
 
     model: str
     dense: Model | None = None
     scores: list[LayerScores] = field(default_factory=list)
+    recoverability: list[CutErrors] = field(default_factory=list)
     models: list[Model] = field(default_factory=list)
     gaps: list[Gap] = field(default_factory=list)
     facts: list[tuple[str, str]] = field(default_factory=list)
     versions: list[tuple[str, Mapping[str, str]]] = field(default_factory=list)
     title: str | None = None
-    expected: Any = None
+    expected: list[Expectation] = field(default_factory=list)
 
     def add_fact(self, term: str, text: str) -> None:
         """Say how something was measured, once."""

@@ -10,8 +10,10 @@ from typing import Any
 
 from .compare_results import RESULTS_FILE, CompareResults, read_results
 from .errors import CheckpointError
+from .expected_numbers import expected_faults
 from .json_shape import shape_error
 from .records import RECORD_FILE, plain, read_record
+from .report_parts import LARGEST_RATIO
 from .report_shapes import ANALYSIS, EVALUATION, LINES, RECORD
 
 LARGEST_COSINE = 1.001  # rounding
@@ -70,6 +72,9 @@ def _read(name: str, path: Path, inputs: Inputs) -> None:
             record = plain(read_record(path))
             _check_record(name, record)
             inputs.checkpoints.append((name, record))
+        elif runs := _runs(path):
+            for run in runs:
+                inputs.comparisons.append((f"{name}/{run.name}", _comparison(str(run), run)))
         else:
             raise CheckpointError(
                 f"PATH {name!r} has neither {RESULTS_FILE} nor {RECORD_FILE}. Give {KNOWN}."
@@ -78,6 +83,11 @@ def _read(name: str, path: Path, inputs: Inputs) -> None:
         inputs.comparisons.append((name, _comparison(name, path)))
     else:
         _read_json(name, path, inputs)
+
+
+def _runs(path: Path) -> list[Path]:
+    """List the folders of a comparison of several models in a folder."""
+    return sorted(each.parent for each in path.glob(f"*/{RESULTS_FILE}") if each.is_file())
 
 
 def _read_json(name: str, path: Path, inputs: Inputs) -> None:
@@ -95,6 +105,7 @@ def _read_json(name: str, path: Path, inputs: Inputs) -> None:
     elif {"similarity", "block_influence"} <= keys:
         _check(name, value, ANALYSIS)
         _check_sweep(name, value)
+        _check_recoverability(name, value)
         inputs.analyses.append((name, value))
     elif {"removed", "boundaries"} <= keys:
         _check_record(name, value)
@@ -150,6 +161,20 @@ def _check_sweep(name: str, value: dict[str, Any]) -> None:
         raise _fail(name, f"`num_clusters` is {value['num_clusters']}")
 
 
+def _check_recoverability(name: str, value: dict[str, Any]) -> None:
+    found, size = value.get("recoverability"), len(value["block_influence"]) + 1
+    if found is None:
+        return
+    for key in ("error_before", "error_after"):
+        rows = found[key]
+        if len(rows) != size or any(len(row) != size for row in rows):
+            raise _fail(name, f"`recoverability.{key}` is no {size} x {size} matrix")
+        for start, row in enumerate(rows):
+            for stop, error in enumerate(row):
+                if error is not None and (stop <= start or not 0 <= error < LARGEST_RATIO):
+                    raise _fail(name, f"`recoverability.{key}[{start}][{stop}]` is {error}")
+
+
 def _check_positive(name: str, perplexity: Any) -> None:
     if perplexity is not None and perplexity <= 0:
         raise _fail(name, f"a perplexity is {perplexity}")
@@ -179,6 +204,8 @@ def _comparison(name: str, path: Path) -> CompareResults:
         results.add(type(line)(**values))
     if results.run is None:
         raise CheckpointError(f"PATH {name!r} has no line of kind 'run'. Run `compare` again.")
+    for fault in expected_faults(results.run.expected, results.run.model["name"]):
+        raise _fail(name, fault)
     num_layers = results.run.model["num_layers"]
     for sweep in results.calibrations:
         _check_sweep(name, vars(sweep))

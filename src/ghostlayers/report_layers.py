@@ -17,6 +17,7 @@ from .report_style import (
     Table,
     axis,
     number,
+    rows_axis,
     spec,
     text,
 )
@@ -24,6 +25,7 @@ from .selectors.lorp import num_clusters_for
 
 # Bars that are so many times as long as most are cut off, or the others could not be told apart.
 LONG_BARS = 2.0
+STAGGER = 32  # pixels that the value of the second of two such neighbours stands higher
 RLS_ZONES = (  # LoRP: lower end, name
     (0.0, "distributed"),
     (0.7, "intermediate"),
@@ -55,7 +57,7 @@ def locality_picture(study: Study) -> Picture:
         notes.append({**place, "text": label, "showarrow": False, "font": {"size": 11}})
     names = [text(scores.calibration) for scores in known]
     if len(names) > 1:
-        corner = {"x": 0.01, "xref": "paper", "xanchor": "left", "yanchor": "bottom", "yshift": 3}
+        corner = {"x": 0.01, "xref": "paper", "xanchor": "left", "yanchor": "bottom", "yshift": 9}
         corner |= {"showarrow": False, "font": {"size": 11}}
         notes += [{**corner, "y": name, "text": name} for name in names]
     data = {
@@ -71,7 +73,7 @@ def locality_picture(study: Study) -> Picture:
     }
     layout = {
         "xaxis": axis("RLS", range=[0, high], showgrid=False),
-        "yaxis": axis("", autorange="reversed", showgrid=False, showticklabels=False, ticks=""),
+        "yaxis": {**rows_axis(names), "showgrid": False, "showticklabels": False},
         "shapes": shapes,
         "annotations": notes,
         "margin": {"l": 8, "r": 12, "t": 44, "b": 8},
@@ -93,7 +95,7 @@ def locality_picture(study: Study) -> Picture:
         "apart are alike too, and lorp uses more clusters.",
         [
             Panel(
-                spec([data], layout, 120 + (40 if len(known) > 1 else 26) * max(1, len(known))), alt
+                spec([data], layout, 120 + (48 if len(known) > 1 else 26) * max(1, len(known))), alt
             )
         ],
         Table(["calibration", "RLS", "clusters by RLS", "clusters used"], rows),
@@ -130,7 +132,7 @@ def influence_picture(study: Study) -> Picture:
         "yaxis": axis("block influence", range=[0, top]),
         "annotations": notes,
         "bargap": 0.15,
-        "margin": {"l": 8, "r": 12, "t": 40, "b": 8},
+        "margin": {"l": 8, "r": 12, "t": 40 + max([0, *(n["yshift"] for n in notes)]), "b": 8},
         "barmode": "overlay",
     }
     alt = f"Bars of block influence of {len(layers)} layers; the lowest is layer {low}."
@@ -185,20 +187,15 @@ def _cut_off(study: Study) -> tuple[float, list[dict[str, Any]]]:
     if limit <= 0 or not within or values[-1] < LONG_BARS * within[-1]:
         return 1.05 * values[-1] or 1.0, []
     top = 1.1 * within[-1]
-    notes = [
-        {
-            "x": layer,
-            "y": 1,
-            "yref": "paper",
-            "yanchor": "bottom",
-            "text": f"{value:.2f}↑",
-            "showarrow": False,
-            "font": {"size": 11},
-            "textangle": -90,
-        }
-        for layer, value in enumerate(study.scores[0].block_influence)
-        if value > top
-    ]
+    long = [layer for layer, value in enumerate(study.scores[0].block_influence) if value > top]
+    common = {"y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False, "textangle": -90}
+    notes: list[dict[str, Any]] = []
+    for layer in long:
+        last = notes[-1] if notes else {"x": -2, "yshift": STAGGER}
+        beside = layer - last["x"] == 1  # on a phone the bars are narrower than the text
+        shift = STAGGER if beside and last["yshift"] == 0 else 0
+        label = f"{study.scores[0].block_influence[layer]:.2f}↑"
+        notes.append({**common, "x": layer, "text": label, "yshift": shift, "font": {"size": 11}})
     return top, notes
 
 

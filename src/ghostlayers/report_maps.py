@@ -9,6 +9,7 @@ from typing import Any
 from .plan import PruningPlan
 from .report_data import LayerScores, Study
 from .report_layers import influence_picture, locality_picture, shown_cut
+from .report_recoverability import recoverability_picture
 from .report_style import (
     PALETTE,
     REMOVED,
@@ -46,6 +47,8 @@ def dense_pictures(study: Study) -> Iterator[Picture]:
         yield locality_picture(study)
     if any(model.removed for model in study.models):
         yield _removal(study)
+    if study.recoverability:
+        yield recoverability_picture(study)
     if study.scores:
         yield influence_picture(study)
 

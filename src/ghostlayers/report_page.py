@@ -15,6 +15,7 @@ from .report_curves import quality_pictures
 from .report_data import Gap, Model, Study, short_name, unique
 from .report_headline import Card, best_table, cards_of, sentence_of, title_of
 from .report_maps import dense_pictures
+from .report_parts import Expectation
 from .report_repairs import repair_pictures
 from .report_speed import speed_pictures
 from .report_style import Picture, Table, marks
@@ -51,7 +52,7 @@ class Chapter:
     warnings: Sequence[str]
     facts: Sequence[tuple[str, str]]
     versions: Table | None
-    expected: str
+    expected: Sequence[tuple[Expectation, Table | None, str]]
     note: str
 
 
@@ -142,7 +143,6 @@ def _chapter(study: Study, index: int) -> Chapter:
         for model in study.models
         for line in model.warnings
     )
-    expected = "" if study.expected is None else json.dumps(study.expected, indent=2)
     return Chapter(
         key=f"model-{index}",
         model=short_name(study.model),
@@ -157,9 +157,29 @@ def _chapter(study: Study, index: int) -> Chapter:
         warnings=warnings,
         facts=[("Dense model", study.model), *study.facts],
         versions=_version_table(study),
-        expected=expected,
+        expected=[_expected(found) for found in study.expected],
         note=study.title or "",
     )
+
+
+def _expected(found: Expectation) -> tuple[Expectation, Table | None, str]:
+    """Return an expectation, its table, and what else it says as text."""
+    caption = "Means are over all texts or all tasks. Difference: measured − expected"
+    table = _without_constant(Table(found.header, found.rows, caption)) if found.rows else None
+    rest = "" if found.rest is None else json.dumps(found.rest, indent=2, ensure_ascii=False)
+    return found, table, rest
+
+
+def _without_constant(table: Table) -> Table:
+    """Leave out columns that tell no rows apart; what they say is in the caption."""
+    values = {name: {*column} for name, *column in zip(table.header, *table.rows, strict=True)}
+    same = [n for n in ("model", "calibration") if len(values[n] - {"–"}) < 2]
+    said = "; ".join(f"{name} {known}" for name in same for known in values[name] - {"–"})
+    same += ["percent"] if values["percent"] == {"–"} else []
+    places = [index for index, name in enumerate(table.header) if name not in same]
+    rows = [[row[place] for place in places] for row in table.rows]
+    caption = f"{said[:1].upper()}{said[1:]}. {table.caption}" if said else table.caption
+    return Table([table.header[place] for place in places], rows, caption)
 
 
 def _by_reason(gaps: Sequence[Gap]) -> dict[str, list[str]]:

@@ -12,6 +12,7 @@ from .report_style import GREY, axis, log_axis, with_error
 Getter = Callable[[Model], Value | None]
 # Perplexities above this multiple of the dense model's stand at the edge of a picture.
 BEYOND = 20.0
+LABEL_ROOM = 0.08  # share of an axis that the dense model's label takes
 OFF_SCALE = "triangle-up-open"
 
 
@@ -61,10 +62,13 @@ class Quantity:
 
     def axis(self, values: Sequence[float], **changes: Any) -> dict[str, Any]:
         """Return an axis around the values."""
+        low, high = min(values), max(values)
         if not self.percent:
-            return log_axis(self.axis_title, values, **changes)
-        pad = 0.06 * (max(values) - min(values)) + 0.5
-        return axis(self.axis_title, range=[min(values) - pad, max(values) + pad], **changes)
+            span = math.log(high) - math.log(low)
+            room = math.exp(math.log(low) - LABEL_ROOM * span)  # 0 below the least number
+            return log_axis(self.axis_title, [*values, room or low], **changes)
+        pad = 0.06 * (high - low) + 0.5
+        return axis(self.axis_title, range=[low - pad, high + pad], **changes)
 
     def show(self, value: Value | None) -> str:
         """Write a value with its error for people."""
@@ -93,7 +97,9 @@ def dense_line(what: Quantity, dense: Value | None, along: str) -> dict[str, Any
     ends = {f"{other}ref": "paper", f"{other}0": 0, f"{other}1": 1}
     shape = {"type": "line", **ends, f"{along}0": place, f"{along}1": place, "line": line}
     label = {"text": f"dense {what.show(Value(dense.value))}", "font": {"size": 11}}
-    corner = {"x": 0.01, "xref": "paper", "xanchor": "left", "yanchor": "bottom"}
+    # Marks lie above the line of a perplexity and below that of an accuracy.
+    side = "bottom" if what.percent else "top"
+    corner = {"x": 0.01, "xref": "paper", "xanchor": "left", "yanchor": side}
     if along == "x":
         corner = {"y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
     on_axis = place if what.percent else math.log10(place)

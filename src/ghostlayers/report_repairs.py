@@ -6,9 +6,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .report_data import Model, Study, short_name, unique
-from .report_style import GREY, Mark, Panel, Picture, Table, axis, number, spec, text
+from .report_style import (
+    GREY,
+    Mark,
+    Panel,
+    Picture,
+    Table,
+    axis,
+    number,
+    row_labels,
+    rows_axis,
+    spec,
+    text,
+)
 
-MAX_ROWS = 40
+MAX_ROWS, MAX_TRIALS = 20, 16  # with them a picture fits a printed page
 DECIDED = (Mark("kept", "#0072B2", "circle", "solid"), Mark("dropped", "#D55E00", "x", "solid"))
 
 
@@ -49,15 +61,15 @@ def _error_picture(study: Study, rows: list[Any], looks: Mapping[str, Mark]) -> 
     single = len({key[2] for key in shown}) < 2
     names = [f"layers {a}–{b - 1}" if b - a > 1 else f"layer {a}" for a, b, *_ in shown]
     if not single:
-        names = [f"{name}<br>{text(key[2])}" for name, key in zip(names, shown, strict=True)]
+        names = [f"{text(key[2])}<br>{name}" for name, key in zip(names, shown, strict=True)]
     names = [
-        f"{name}<br>{_methods(places[key])}" if names.count(name) > 1 else name
+        f"{name}, {_methods(places[key])}" if names.count(name) > 1 else name
         for name, key in zip(names, shown, strict=True)
     ]
     data, used = _error_traces([places[key] for key in shown], names, looks)
     layout = {
-        "xaxis": axis("relative error, %", rangemode="tozero"),
-        "yaxis": axis("", autorange="reversed", type="category", ticks=""),
+        "xaxis": axis("relative error, %", rangemode="tozero", tickangle=0),
+        "yaxis": rows_axis(names),
     }
     cells = [
         [
@@ -84,17 +96,16 @@ def _error_picture(study: Study, rows: list[Any], looks: Mapping[str, Mark]) -> 
         "on windows that the fit has not seen where there are any. Left is better. Methods that "
         "count other tokens, or weight them, have a bar of their own: ghost-robust leaves the "
         f"massive ones out. A small error is no promise of a low perplexity.{more}",
-        [Panel(spec(data, layout, 100 + 28 * len(shown)), alt)],
+        [Panel(spec(data, layout, 60 + (28 if single else 40) * len(shown)), alt)],
         Table(header, cells, "Relative error before and after repair, percent"),
         [Mark("before", GREY, "square", "solid"), *(looks[name] for name in used)],
     )
 
 
 def _methods(rows: Sequence[Any]) -> str:
-    """Name the operators of a row, the first two and how many more."""
-    found = unique(text(model.operator_label) for model, *_ in rows)
-    more = f" and {len(found) - 2} more" if len(found) > 2 else ""
-    return ", ".join(found[:2]) + more
+    """Name the operators of a row, the first and how many more."""
+    first, *others = unique(text(model.operator_label) for model, *_ in rows)
+    return f"{first} and {len(others)} more" if others else first
 
 
 def _error_traces(
@@ -153,24 +164,35 @@ def _guard_picture(trials: list[Any]) -> Picture:
         )
         seen.setdefault(key, (model, entry, tried))
     unlike = [trial for trial in seen.values() if trial[2].get("gain") is not None]
-    unlike.sort(key=lambda trial: (trial[1]["start"], trial[1]["stop"]))
-    hidden = max(0, len(unlike) - MAX_ROWS)
-    shown = unlike[:MAX_ROWS]
+    hidden = max(0, len(unlike) - MAX_TRIALS)
+    unlike.sort(
+        key=lambda trial: (bool(trial[2].get("kept")), trial[1]["start"] - trial[1]["stop"])
+    )
+    shown = sorted(unlike[:MAX_TRIALS], key=lambda trial: (trial[1]["start"], trial[1]["stop"]))
     names: list[str] = []
-    for _, entry, tried in shown:
+    for model, entry, tried in shown:
         last = entry["stop"] - 1
         where = f"{entry['start']}–{last}" if last > entry["start"] else str(last)
-        name = f"{where}: {text(tried['operator'])}<br>over {text(tried['against'])}"
+        cut = f" ({text(model.selector or '')} −{model.num_removed})" if model.num_removed else ""
+        name = f"{where}: {text(tried['operator'])} over {text(tried['against'])}{cut}"
         names.append(name + "\u200b" * sum(other.rstrip("\u200b") == name for other in names))
     data = _trial_traces(names, shown)
     line = {"color": GREY, "width": 1.5, "dash": "dash"}
     zero = {"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": line}
     layout = {
-        "xaxis": axis("gain, nats per token"),
-        "yaxis": axis("", autorange="reversed", type="category", ticks="", categoryarray=names),
+        "xaxis": axis("gain, nats per token", tickangle=0),
+        "yaxis": {
+            **rows_axis(names),
+            "range": [len(names) - 0.6, -0.8],
+            "showticklabels": False,
+            "showgrid": False,
+        },
         "shapes": [zero],
+        "annotations": row_labels({name: name for name in names}),
     }
-    more = f" {hidden} more in the table." if hidden else ""
+    more = f" {hidden} more, all kept, in the table." if hidden else ""
+    if hidden and not unlike[MAX_TRIALS][2].get("kept"):
+        more = f" {hidden} more in the table."
     kept = sum(bool(tried.get("kept")) for _, _, tried in unlike)
     return Picture(
         "guard",
@@ -179,7 +201,7 @@ def _guard_picture(trials: list[Any]) -> Picture:
         "as many standard errors as the guard asks for; it stays if they do not reach 0. If all "
         "together win back too little of what the cut lost, none stays, whatever is shown here."
         + more,
-        [Panel(spec(data, layout, 80 + 44 * len(shown)), f"{kept} of {len(unlike)} trials kept.")],
+        [Panel(spec(data, layout, 60 + 40 * len(shown)), f"{kept} of {len(unlike)} trials kept.")],
         _guard_table(trials),
         [mark for mark in DECIDED if any(_decision(trial[2]) == mark.label for trial in shown)],
     )

@@ -97,12 +97,21 @@ RECORD = {
     "versions": Maybe(Values(str)),
     "dtype": Maybe(str),
 }
+GAPPED = [[Maybe(float)]]
 ANALYSIS = {
     "model": str,
     "similarity": MATRIX,
     "block_influence": [float],
     "rls": Maybe(float),
     "num_clusters": int,
+    "recoverability": Maybe(
+        {
+            "error_before": GAPPED,
+            "error_after": GAPPED,
+            "tokens": Maybe(int),
+            "held_out_tokens": Maybe(int),
+        }
+    ),
     "calibration": WINDOWS,
     "versions": Maybe(Values(str)),
 }
@@ -134,6 +143,15 @@ LINES = {
         "settings": Values(object),
         "machine": Values(object),
         "title": Maybe(str),
+        "planned": Maybe(
+            {
+                "model": Maybe(str),
+                "settings": Values(object),
+                "calibrations": [str],
+                "texts": [str],
+                "smoke": Maybe(bool),
+            }
+        ),
         "commit": Maybe(str),
         "command": Maybe([str]),
     },

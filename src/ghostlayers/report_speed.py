@@ -80,7 +80,12 @@ def speed_pictures(study: Study, looks: Mapping[str, Mark]) -> Iterator[Picture]
         "Speed against quality",
         f"{how} Perplexity on {label}, lower right is better. Ringed and joined: no other model is "
         "both faster and better (the Pareto front, which takes the numbers without their noise). "
-        f"Open triangles: above {BEYOND:.0f} times the dense model.",
+        f"Open triangles: above {BEYOND:.0f} times the dense model."
+        + "".join(
+            f" Front{f' in {name}' if len(front_names) > 1 else ''}: "
+            f"{', '.join(map(_plain, front))}."
+            for name, front in front_names
+        ),
         panels,
         table,
         [looks[name] for name in dict.fromkeys(used)],
@@ -143,7 +148,6 @@ def _panel(
             "xanchor": "left",
             "xshift": 11,
             "yshift": -11,
-            "align": "left",
         }
         for point in front
     ]
@@ -170,7 +174,7 @@ def _note(point: Point) -> str:
     model = point.model
     if model.selector is None:
         return text(_plain(point))
-    return f"{text(model.selector)}<br>−{model.num_removed}"
+    return f"−{model.num_removed}"
 
 
 def _scatter(points: Sequence[Point], color: str, symbol: str, top: float) -> dict[str, Any]:

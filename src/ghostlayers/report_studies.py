@@ -22,6 +22,7 @@ from .report_data import (
     windows_label,
 )
 from .report_inputs import Inputs
+from .report_parts import CutErrors
 from .report_protocol import Studies, add_protocol
 from .selectors.lorp import cluster_layers
 from .task_scores import mean_and_error
@@ -169,6 +170,12 @@ def _add_analysis(studies: Studies, path: str, value: Mapping[str, Any]) -> None
     study.add_fact(f"Similarity on {label}", windows_fact(calibration))
     if value.get("versions"):
         study.versions.append((f"analyze {short_name(path)}", value["versions"]))
+    cuts = value.get("recoverability")
+    if cuts is not None:
+        counts = {key: cuts.get(key) for key in ("tokens", "held_out_tokens")}
+        errors = CutErrors(label, cuts["error_before"], cuts["error_after"], **counts)
+        if errors not in study.recoverability and any(True for _ in errors.cuts()):
+            study.recoverability.append(errors)
     matrix = np.array(value["similarity"], dtype=np.float64)
     clusters = cluster_layers(matrix[:-1, :-1], min(value["num_clusters"], len(matrix) - 1))
     labels = {layer: index for index, members in enumerate(clusters) for layer in members}

@@ -31,6 +31,7 @@ GLYPHS = {
     "x": "✖",
 }
 NUMBER = re.compile(r"[+−-]?\d+(\.\d+)?(e[+-]\d+)?×?( ± \d+(\.\d+)?)?")
+NO_NUMBER = ("", "–", "not run", "not compared")
 DASHES = ("solid", "dash", "dot")
 
 
@@ -63,7 +64,7 @@ class Table:
         columns = list(zip(*self.rows, strict=True)) or [()] * len(self.header)
         return [
             any(map(NUMBER.fullmatch, column))
-            and all(cell in ("", "–") or NUMBER.fullmatch(cell) for cell in column)
+            and all(cell in NO_NUMBER or NUMBER.fullmatch(cell) for cell in column)
             for column in columns
         ]
 
@@ -166,6 +167,28 @@ def axis(title: str, **changes: Any) -> dict[str, Any]:
     return {**common, **changes}
 
 
+def rows_axis(names: Sequence[str]) -> dict[str, Any]:
+    """Return a vertical axis of named rows, the first on top."""
+    return axis(
+        "",
+        type="category",
+        categoryorder="array",
+        categoryarray=list(names),
+        range=[len(names) - 0.4, -0.6],
+        ticks="",
+    )
+
+
+def row_labels(labels: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return annotations at the left above the rows of `rows_axis`, by the name of the row.
+
+    Long names beside a plot would leave it no room on a phone.
+    """
+    corner = {"x": 0.01, "xref": "paper", "xanchor": "left", "yanchor": "bottom", "yshift": 7}
+    corner |= {"showarrow": False, "font": {"size": 11}, "bgcolor": "#ffffff", "borderpad": 2}
+    return [{**corner, "y": name, "text": label} for name, label in labels.items()]
+
+
 def log_ticks(low: float, high: float) -> list[float]:
     """Return round numbers between two positive ones, 3 to about 8 of them."""
     best: list[float] = []
@@ -233,6 +256,8 @@ __all__ = [
     "log_ticks",
     "marks",
     "number",
+    "row_labels",
+    "rows_axis",
     "spec",
     "text",
     "with_error",

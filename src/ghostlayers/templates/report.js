@@ -1,95 +1,116 @@
 "use strict";
 (function () {
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const plots = [];
+  const root = document.documentElement;
+  const AHEAD = "800px 0px"; // plots are drawn before they are in view
+  const OPTIONS = {
+    displaylogo: false,
+    modeBarButtons: [["toImage"]],
+    scrollZoom: false,
+    doubleClick: false,
+    showTips: false,
+  };
+  let isDark = dark.matches;
 
-  function theme(layout, isDark) {
+  function paint({ data, layout }) {
     const ink = isDark ? "#eceef0" : "#1a1c1f";
-    const grid = isDark ? "#33383d" : "#e3e5e8";
     const edge = isDark ? "#757c84" : "#9aa0a6";
-    const changes = {
-      "font.color": ink,
-      "hoverlabel.bgcolor": isDark ? "#2a2e33" : "#ffffff",
-      "hoverlabel.bordercolor": edge,
-      "hoverlabel.font.color": ink,
+    const colors = {
+      gridcolor: isDark ? "#33383d" : "#e3e5e8",
+      linecolor: edge,
+      tickcolor: edge,
     };
-    (layout.annotations || []).forEach((note, index) => {
-      if (note.bgcolor) changes[`annotations[${index}].bgcolor`] = isDark ? "#1b1e21" : "#ffffff";
+    layout.font.color = ink;
+    Object.assign(layout.hoverlabel, {
+      bgcolor: isDark ? "#2a2e33" : "#ffffff",
+      bordercolor: edge,
+      font: { color: ink },
     });
+    for (const note of layout.annotations || []) {
+      if (note.bgcolor) note.bgcolor = isDark ? "#1b1e21" : "#ffffff";
+    }
     for (const name of Object.keys(layout)) {
-      if (/^[xy]axis\d*$/.test(name)) {
-        changes[name + ".gridcolor"] = grid;
-        changes[name + ".linecolor"] = edge;
-        changes[name + ".tickcolor"] = edge;
-      }
+      if (/^[xy]axis\d*$/.test(name)) Object.assign(layout[name], colors);
     }
-    return changes;
-  }
-
-  function paint(isDark) {
-    for (const { place, layout, ink } of plots) {
-      if (ink.length) {
-        const color = isDark ? "#ffffff" : "#000000";
-        Plotly.restyle(place, { "marker.color": color, "textfont.color": color }, ink);
-      }
-      Plotly.relayout(place, theme(layout, isDark));
+    for (const trace of data) {
+      if (trace.meta !== "ink") continue;
+      trace.marker.color = isDark ? "#ffffff" : "#000000";
+      trace.textfont = { color: trace.marker.color };
     }
   }
 
-  function height(place, layout) {
-    if (!place.classList.contains("square")) return layout.height;
-    return Math.round(Math.min(place.clientWidth, 620) + 70);
+  function fit({ place, layout, square, high }) {
+    layout.width = place.clientWidth;
+    layout.height = square ? Math.round(Math.min(layout.width, 620) + 70) : high;
+    place.style.minHeight = `${layout.height}px`;
   }
 
-  for (const source of document.querySelectorAll("script[data-plot]")) {
+  function draw(plot) {
+    if (plot.drawn) return;
+    const { place, data, layout } = plot;
+    plot.drawn = true;
+    paint(plot);
+    fit(plot);
+    const image = { format: "svg", filename: place.id };
+    Plotly.newPlot(place, data, layout, { ...OPTIONS, toImageButtonOptions: image });
+    root.dataset.drawn = String(1 + Number(root.dataset.drawn));
+  }
+
+  function redraw(plot) {
+    fit(plot);
+    if (!plot.drawn) return;
+    paint(plot);
+    Plotly.react(plot.place, plot.data, plot.layout);
+  }
+
+  const plots = [...document.querySelectorAll("script[data-plot]")].map((source) => {
     const place = document.getElementById(source.dataset.plot);
-    const spec = JSON.parse(source.textContent);
-    const ink = [];
-    spec.data.forEach((trace, index) => { if (trace.meta === "ink") ink.push(index); });
-    spec.layout.height = height(place, spec.layout);
-    place.style.minHeight = "0";
-    Plotly.newPlot(place, spec.data, spec.layout, {
-      displaylogo: false,
-      modeBarButtons: [["toImage"]],
-      toImageButtonOptions: { format: "svg", filename: source.dataset.plot },
-      scrollZoom: false,
-      doubleClick: false,
-      showTips: false,
-    });
-    plots.push({ place, layout: spec.layout, ink });
-  }
-
-  function fit() {
-    for (const { place, layout } of plots) {
-      Plotly.relayout(place, { width: place.clientWidth, height: height(place, layout) });
-    }
-  }
+    const { data, layout } = JSON.parse(source.textContent);
+    const square = place.classList.contains("square");
+    return { place, data, layout, square, high: layout.height, drawn: false };
+  });
 
   let waiting = 0;
   window.addEventListener("resize", () => {
     window.cancelAnimationFrame(waiting);
-    waiting = window.requestAnimationFrame(fit);
+    waiting = window.requestAnimationFrame(() => plots.forEach(redraw));
   });
-  dark.addEventListener("change", () => paint(dark.matches));
+  dark.addEventListener("change", () => {
+    isDark = dark.matches && !root.classList.contains("printing");
+    plots.forEach(redraw);
+  });
 
   let opened = [];
   window.addEventListener("beforeprint", () => {
-    if (document.documentElement.classList.contains("printing")) return;
+    if (root.classList.contains("printing")) return;
     opened = [...document.querySelectorAll("details:not([open]):not(.bulky)")]
       .filter((item) => Number(item.dataset.rows) <= 45);
     opened.forEach((item) => { item.open = true; });
-    document.documentElement.classList.add("printing");
-    paint(false);
-    fit();
+    root.classList.add("printing");
+    isDark = false;
+    plots.forEach(redraw);
+    plots.forEach(draw);
   });
   window.addEventListener("afterprint", () => {
     opened.forEach((item) => { item.open = false; });
-    document.documentElement.classList.remove("printing");
-    paint(dark.matches);
-    fit();
+    root.classList.remove("printing");
+    isDark = dark.matches;
+    plots.forEach(redraw);
   });
 
-  paint(dark.matches);
-  fit();
-  document.documentElement.dataset.drawn = String(plots.length);
+  root.dataset.drawn = "0";
+  plots.forEach(fit);
+  if ("IntersectionObserver" in window) {
+    const byPlace = new Map(plots.map((plot) => [plot.place, plot]));
+    const near = new IntersectionObserver((entries) => {
+      for (const { isIntersecting, target } of entries) {
+        if (!isIntersecting) continue;
+        near.unobserve(target);
+        draw(byPlace.get(target));
+      }
+    }, { rootMargin: AHEAD });
+    for (const { place } of plots) near.observe(place);
+  } else {
+    plots.forEach(draw);
+  }
 })();
