@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from . import __version__, distributed
 from .config import PruneConfig
-from .errors import GhostlayersError
+from .errors import GhostlayersError, RefusedError
 from .finetune_config import FinetuneConfig
 from .flags import add_config_flags, add_placement_flags
 from .requirements import needing_transformers
@@ -198,6 +198,7 @@ def _run(args: argparse.Namespace) -> int:
     from .eval_command import run_eval
     from .export_command import run_export
     from .finetune_command import run_finetune
+    from .prune_command import run_prune
     from .report_command import run_report
 
     settings: dict[str, Any] = {
@@ -218,7 +219,7 @@ def _run(args: argparse.Namespace) -> int:
             stack.enter_context(redirect_stdout(nowhere))
         run = {
             "analyze": commands.run_analyze,
-            "prune": commands.run_prune,
+            "prune": run_prune,
             "finetune": run_finetune,
             "eval": run_eval,
             "compare": run_compare,
@@ -226,10 +227,16 @@ def _run(args: argparse.Namespace) -> int:
             "report": run_report,
             "info": commands.run_info,
         }[args.verb]
+        refused: RefusedError | None = None
         with redirect_stdout(sys.stderr if args.json == "-" else sys.stdout):
-            result = run(args, settings)
+            try:
+                result = run(args, settings)
+            except RefusedError as error:
+                refused, result = error, error.result or {}
         if distributed.is_main():
             commands.write_result(args.json, result)
+        if refused is not None:
+            raise refused
     return 0
 
 
