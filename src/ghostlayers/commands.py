@@ -29,7 +29,11 @@ def write_result(target: str | None, value: dict[str, Any]) -> None:
     if target == "-":
         print(json.dumps(plain(value), indent=2))
     elif target is not None:
-        write_json(Path(target).expanduser(), value)
+        try:
+            write_json(Path(target).expanduser(), value)
+        except OSError as error:
+            reason = error.strerror or error
+            raise CheckpointError(f"--json {target!r} cannot be written ({reason}).") from error
 
 
 def check_json_target(target: str | None) -> None:

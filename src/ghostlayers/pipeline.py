@@ -238,7 +238,7 @@ def prune(
         fits=recovery.used,
         record=result_record(config, chosen, recovery, windows, spent, scores, dense=dense),
         tokenizer=tokenizer,
-        warnings=(*chosen.warnings, *recovery.warnings),
+        warnings=(*run.warnings, *chosen.warnings, *recovery.warnings),
         changed=recovery.changed | changed,
     )
 

@@ -76,7 +76,8 @@ def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, A
     if start.scores is None or "calibration" in start.given:
         check_calibration(config)
     check_json_target(args.json)
-    from .checkpoint import check_output, save_pruned
+    from .checkpoint import save_pruned
+    from .output_folder import check_output
 
     out = check_output(args.out, force=args.force)
     _check_push(args.push_to_hub)
