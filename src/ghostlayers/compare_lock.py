@@ -64,9 +64,11 @@ def missing_folders(folder: Path) -> list[Path]:
 
 
 def remove_empty(folders: list[Path]) -> None:
-    """Remove folders, the innermost first, as far as they are empty."""
+    """Remove folders, the innermost first, as far as they are there and empty."""
     for folder in folders:
-        if not folder.is_dir() or any(folder.iterdir()):
+        if not folder.is_dir():
+            continue
+        if any(folder.iterdir()):
             return
         folder.rmdir()
 
