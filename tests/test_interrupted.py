@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from ghostlayers import shared_sweep, spill
 from ghostlayers.channel_moments import ChannelMoments
-from ghostlayers.checkpoint import remove_left_over
 from ghostlayers.decoder import decoder_layers
 from ghostlayers.exact_sums import Running
 from ghostlayers.layerwise import runs_layerwise
 from ghostlayers.loading import load_model, locate
 from ghostlayers.moments import BoundaryMoments
+from ghostlayers.output_folder import remove_left_over
 from ghostlayers.placement import Placement
 from ghostlayers.resume import resumable
 from ghostlayers.similarity import SimilarityAccumulator

@@ -8,23 +8,20 @@ name only when it is complete.
 from __future__ import annotations
 
 import copy
-import glob
-import os
-import platform
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import modeling_ghostlayers
+from .budget_values import format_quantity
 from .decoder import decoder_layers
 from .errors import CheckpointError
 from .loading import ModelSource, load_model, load_tokenizer, locate
 from .model_card import model_card
 from .offload import is_offloaded, largest_bytes
 from .older_transformers import write_older_keys
+from .output_folder import HIDDEN_CONFIG, check_output, complete_folder, hide_config
 from .records import RECORD_FILE, read_record, write_json
 from .tensor_copy import TensorCopy, plan_copy, write_shards
 
@@ -35,8 +32,6 @@ if TYPE_CHECKING:
     from .placement import Placement
 
 MAX_SHARD_BYTES = 2 * 10**9
-# The name of config.json until all else is written.
-HIDDEN_CONFIG = "config.json.incomplete"
 
 
 @dataclass(frozen=True)
@@ -52,107 +47,6 @@ class PrunedCheckpoint:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     record: dict[str, Any]
-
-
-def check_output(
-    out: str | Path, *, force: bool = False, source: ModelSource | None = None
-) -> Path:
-    """Check an output folder before any work is done.
-
-    Raises:
-        CheckpointError: If it exists and `force` is not given, if replacing it would delete the
-            source or the working directory, or if its parent cannot be written.
-    """
-    path = Path(out).expanduser()
-    if path.exists() and not force:
-        raise CheckpointError(f"output {str(path)!r} exists. Choose another name or pass --force.")
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"output {str(path)!r} is a file. Choose a folder name.")
-    inside = [Path.cwd()] if source is None else [Path.cwd(), source.folder.resolve()]
-    if any(folder.is_relative_to(path.resolve()) for folder in inside):
-        raise CheckpointError(
-            f"output {str(path)!r} holds the model or the working directory: --force would delete "
-            "it. Choose another folder."
-        )
-    parent = path.resolve().parent
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise CheckpointError(f"output {str(path)!r}: {parent} cannot be written.")
-    return path
-
-
-@contextmanager
-def complete_folder(out: Path, *, force: bool) -> Iterator[Path]:
-    """Yield a temporary folder beside `out` and rename it to `out` when the block succeeds.
-
-    A process that is killed leaves a hidden folder that no loader takes for a checkpoint, as long
-    as the block hides the config (`hide_config`); the next one that writes `out` removes it.
-    """
-    check_output(out, force=force)
-    out = out.resolve()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    remove_left_over(out)
-    own = f"{platform.node()}-{os.getpid()}"
-    folder = out.parent / f".{out.name}.incomplete-{own}"
-    try:
-        folder.mkdir()
-        yield folder
-        if (folder / HIDDEN_CONFIG).is_file():
-            (folder / HIDDEN_CONFIG).rename(folder / "config.json")
-        umask = os.umask(0)
-        os.umask(umask)
-        for path in folder.rglob("*"):
-            if path.is_file():
-                path.chmod(0o666 & ~umask)
-        if out.exists():
-            old = out.parent / f".{out.name}.replaced-{own}"
-            out.rename(old)
-            try:
-                folder.rename(out)
-            except OSError:
-                old.rename(out)
-                raise
-            shutil.rmtree(old)
-        else:
-            folder.rename(out)
-    except OSError as error:
-        raise CheckpointError(f"output {str(out)!r} cannot be written ({error}).") from error
-    finally:
-        if os.path.exists(folder):
-            shutil.rmtree(folder)
-
-
-def hide_config(folder: Path) -> None:
-    """Rename the config of a folder that is being written, so that nothing loads it yet."""
-    (folder / "config.json").rename(folder / HIDDEN_CONFIG)
-
-
-def remove_left_over(out: Path) -> None:
-    """Remove what processes of this machine left that were killed while they wrote `out`.
-
-    A folder that was just being replaced is put back.
-    """
-    for kind in ("replaced", "incomplete"):
-        name = f".{out.name}.{kind}-{platform.node()}-"
-        for path in out.parent.glob(f"{glob.escape(name)}*"):
-            process = path.name.rpartition("-")[2]
-            if not process.isdigit() or _is_running(int(process)):
-                continue
-            if kind == "replaced" and not out.exists():
-                path.rename(out)
-            else:
-                shutil.rmtree(path)
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)  # signal 0 only asks
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def save_pruned(
@@ -200,7 +94,7 @@ def save_pruned(
             copy_generation_config(source, folder)
         hide_config(folder)
         if result.tokenizer is not None:
-            result.tokenizer.save_pretrained(folder)
+            _save_tokenizer(result.tokenizer, folder)
         write_older_keys(folder, result.model.config, name=HIDDEN_CONFIG)
         origin = source and {
             "model": source.name,
@@ -247,13 +141,21 @@ def load_pruned(
     return PrunedCheckpoint(model, load_tokenizer(source) if has_tokenizer else None, record)
 
 
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # each kind has its own class for a full disk
+        raise CheckpointError(f"the tokenizer cannot be written ({error}).") from error
+
+
 def _check_space(folder: Path, model: PreTrainedModel) -> None:
     need = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     free = shutil.disk_usage(folder).free
     if need > free:
         raise CheckpointError(
-            f"the checkpoint needs {need / 1e9:.1f} GB, {folder.parent} has {free / 1e9:.1f} GB "
-            "free. Free some space or choose another folder."
+            f"the checkpoint needs {format_quantity('target_bytes', need)}, {folder.parent} has "
+            f"{format_quantity('target_bytes', free)} free. Free some space or choose another "
+            "folder."
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from . import __version__, distributed
 from .config import PruneConfig
-from .errors import GhostlayersError
+from .errors import GhostlayersError, RefusedError
 from .finetune_config import FinetuneConfig
 from .flags import add_config_flags, add_placement_flags
 from .requirements import needing_transformers
@@ -97,54 +97,10 @@ def build_parser() -> argparse.ArgumentParser:
         added[verb] = sub
 
     model_help = "Hub id, local checkpoint folder, or .gguf file"
-    added["analyze"].add_argument("model", metavar="MODEL", help=model_help)
-    added["analyze"].add_argument(
-        "--save", metavar="FILE", help="write the scores (.safetensors) for prune --scores"
-    )
-    added["analyze"].add_argument(
-        "--force", action="store_true", help="replace the file of --save if it exists"
-    )
-    added["analyze"].add_argument(
-        "--rank-errors",
-        metavar="LAYERS",
-        action="append",
-        default=[],
-        help="also fit ghost at these cuts (12-18,21 are two; may be repeated) and show its error "
-        "by rank: what prune --rank would cost",
-    )
-    add_config_flags(added["analyze"], ANALYZE_FIELDS)
-    add_placement_flags(added["analyze"])
-
-    added["prune"].add_argument("model", metavar="MODEL", help=model_help)
-    added["prune"].add_argument("-o", "--out", required=True, metavar="OUT", help="folder to write")
-    added["prune"].add_argument(
-        "--scores",
-        metavar="FILE",
-        help="scores from analyze --save: no first sweep; calibration settings that are not given "
-        "are those of the scores",
-    )
-    add_config_flags(added["prune"])
-    added["prune"].add_argument(
-        "--like",
-        metavar="RECORD",
-        help="a checkpoint, or its ghostlayers.json: the same settings, and the same layers, "
-        "operators and calibration tokens or nothing is written",
-    )
-    add_placement_flags(added["prune"])
-    added["prune"].add_argument(
-        "--push-to-hub",
-        metavar="REPO",
-        help="upload OUT to owner/name on the Hub once it is written (default: no upload)",
-    )
-    added["prune"].add_argument("--force", action="store_true", help="replace OUT if it exists")
-    added["prune"].add_argument(
-        "--dry-run", action="store_true", help="check and print the settings; load no weights"
-    )
-
+    _add_analyze_flags(added["analyze"], model_help)
+    _add_prune_flags(added["prune"], model_help)
     add_finetune_flags(added["finetune"], model_help)
-
     add_eval_flags(added["eval"], model_help)
-
     add_compare_flags(added["compare"], model_help)
     add_report_flags(added["report"])
     add_export(added["export"])
@@ -153,6 +109,54 @@ def build_parser() -> argparse.ArgumentParser:
         add_run_flags(added[verb], saves=verb in SAVING_VERBS)
     added["info"].add_argument("path", metavar="PATH", help="a checkpoint written by prune")
     return parser
+
+
+def _add_analyze_flags(parser: argparse.ArgumentParser, model_help: str) -> None:
+    parser.add_argument("model", metavar="MODEL", help=model_help)
+    parser.add_argument(
+        "--save", metavar="FILE", help="write the scores (.safetensors) for prune --scores"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace the file of --save if it exists"
+    )
+    parser.add_argument(
+        "--rank-errors",
+        metavar="LAYERS",
+        action="append",
+        default=[],
+        help="also fit ghost at these cuts (12-18,21 are two; may be repeated) and show its error "
+        "by rank: what prune --rank would cost",
+    )
+    add_config_flags(parser, ANALYZE_FIELDS)
+    add_placement_flags(parser)
+
+
+def _add_prune_flags(parser: argparse.ArgumentParser, model_help: str) -> None:
+    parser.add_argument("model", metavar="MODEL", help=model_help)
+    parser.add_argument("-o", "--out", required=True, metavar="OUT", help="folder to write")
+    parser.add_argument(
+        "--scores",
+        metavar="FILE",
+        help="scores from analyze --save: no first sweep; calibration settings that are not given "
+        "are those of the scores",
+    )
+    add_config_flags(parser)
+    parser.add_argument(
+        "--like",
+        metavar="RECORD",
+        help="a checkpoint, or its ghostlayers.json: the same settings, and the same layers, "
+        "operators and calibration tokens or nothing is written",
+    )
+    add_placement_flags(parser)
+    parser.add_argument(
+        "--push-to-hub",
+        metavar="REPO",
+        help="upload OUT to owner/name on the Hub once it is written (default: no upload)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check and print the settings; load no weights"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -198,6 +202,7 @@ def _run(args: argparse.Namespace) -> int:
     from .eval_command import run_eval
     from .export_command import run_export
     from .finetune_command import run_finetune
+    from .prune_command import run_prune
     from .report_command import run_report
 
     settings: dict[str, Any] = {
@@ -218,7 +223,7 @@ def _run(args: argparse.Namespace) -> int:
             stack.enter_context(redirect_stdout(nowhere))
         run = {
             "analyze": commands.run_analyze,
-            "prune": commands.run_prune,
+            "prune": run_prune,
             "finetune": run_finetune,
             "eval": run_eval,
             "compare": run_compare,
@@ -226,10 +231,16 @@ def _run(args: argparse.Namespace) -> int:
             "report": run_report,
             "info": commands.run_info,
         }[args.verb]
+        refused: RefusedError | None = None
         with redirect_stdout(sys.stderr if args.json == "-" else sys.stdout):
-            result = run(args, settings)
+            try:
+                result = run(args, settings)
+            except RefusedError as error:
+                refused, result = error, error.result or {}
         if distributed.is_main():
             commands.write_result(args.json, result)
+        if refused is not None:
+            raise refused
     return 0
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import distributed
 from .config import PruneConfig
@@ -18,13 +18,10 @@ from .errors import CheckpointError
 from .finetune_command import finetune_rows
 from .placement import FLAGS, Placement
 from .plan import format_layers
-from .records import has_operators, plain, read_record, write_json
+from .records import plain, read_record, write_json
 from .resume import remove_work_folder, resumable, work_folder
-from .tables import bar, boundary_table, heat_map, rank_table, render_table, search_table
+from .tables import bar, boundary_table, heat_map, rank_table, render_table
 from .text_sources import check_source
-
-if TYPE_CHECKING:
-    from .scores import Scores
 
 
 def write_result(target: str | None, value: dict[str, Any]) -> None:
@@ -32,18 +29,25 @@ def write_result(target: str | None, value: dict[str, Any]) -> None:
     if target == "-":
         print(json.dumps(plain(value), indent=2))
     elif target is not None:
-        write_json(Path(target), value)
+        try:
+            write_json(Path(target).expanduser(), value)
+        except OSError as error:
+            reason = error.strerror or error
+            raise CheckpointError(f"--json {target!r} cannot be written ({reason}).") from error
 
 
 def check_json_target(target: str | None) -> None:
     """Check, before any work, that the file of `--json` can be written."""
     if target in (None, "-"):
         return
-    path = Path(str(target)).resolve()
+    path = Path(str(target)).expanduser().resolve()
     if not path.parent.is_dir():
         raise CheckpointError(f"--json {target!r}: its folder does not exist.")
     if path.is_dir():
         raise CheckpointError(f"--json {target!r} is a folder. Give a file name.")
+    device = path.exists() and not path.is_file()
+    if not os.access(path if device else path.parent, os.W_OK):
+        raise CheckpointError(f"--json {target!r}: its folder cannot be written.")
 
 
 def quiet_transformers() -> None:
@@ -55,7 +59,8 @@ def quiet_transformers() -> None:
         logging.disable_progress_bar()
 
 
-def _check_calibration(config: PruneConfig) -> None:
+def check_calibration(config: PruneConfig) -> None:
+    """Check, before any work, that the calibration text is there."""
     if config.calibration != "self":
         check_source(config.calibration)
 
@@ -69,7 +74,7 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     """Measure a model and print what each selector would remove."""
     config = PruneConfig(num_remove=1, **settings)
     placement = placement_of_run(args, config.device)
-    _check_calibration(config)
+    check_calibration(config)
     check_json_target(args.json)
     quiet_transformers()
     from .analysis import analyze
@@ -123,130 +128,6 @@ def run_analyze(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str,
     return {"model": args.model, **analysis.to_dict()}
 
 
-def _start(
-    args: argparse.Namespace, given: dict[str, Any]
-) -> tuple[Scores | None, dict[str, Any] | None, dict[str, Any], dict[str, Any]]:
-    """Read what a run starts from: the scores, the record, settings as given and completed."""
-    if args.like is not None:
-        from .like_record import read_like, settings_like
-
-        if args.scores is not None:
-            raise CheckpointError("--like and --scores are given. Allowed: one of them.")
-        like = read_like(args.like)
-        settings = settings_like(like, given)
-        return None, like, settings, settings
-    if args.scores is None:
-        return None, None, given, given
-    from .scores_file import load_scores
-
-    scores = load_scores(args.scores)
-    return scores, None, given, scores.settings_with(given)
-
-
-def run_prune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
-    """Prune a model and write the checkpoint."""
-    scores, like, given, settings = _start(args, settings)
-    config = PruneConfig(**settings)
-    placement = placement_of_run(args, config.device)
-    if scores is None or "calibration" in given:
-        _check_calibration(config)
-    check_json_target(args.json)
-    from .checkpoint import check_output, save_pruned
-
-    out = check_output(args.out, force=args.force)
-    _check_push(args.push_to_hub)
-    quiet_transformers()
-    from .budgets import check_reachable
-    from .calibration import resolve_window
-    from .decoder import pruned_config
-    from .dry_run import describe_run
-    from .loading import GHOST_MODEL_TYPE, load_config, load_model, load_tokenizer, locate
-    from .pipeline import allowed_layers, prune, prune_without_weights, resolve_plan
-    from .quantized import check_quantized, is_quantized
-
-    source = locate(args.model)
-    check_output(out, force=args.force, source=source)
-    model_config = load_config(source)
-    if model_config.model_type == GHOST_MODEL_TYPE:
-        raise CheckpointError(
-            f"MODEL {args.model!r} has operators already. Prune the dense model it was made from."
-        )
-    plan = resolve_plan(config, model_config)
-    check_quantized(config, model_config)
-    check_reachable(config, model_config, allowed_layers(config, model_config))
-    if plan is not None:
-        pruned_config(model_config, plan)
-    window = resolve_window(config.window, model_config)
-    if args.dry_run:
-        num_remove = config.num_remove if plan is None else len(plan.removed)
-        allowed = allowed_layers(config, model_config)
-        text, value = describe_run(config, model_config, window, num_remove, allowed)
-        print(text)
-        return value
-    tokenizer, work = load_tokenizer(source), work_folder(args.resume_dir, out, "prune")
-    if is_quantized(model_config) and plan is not None:
-        if scores is not None:
-            raise CheckpointError(
-                "--scores: with --layers nothing of a quantized model is measured. Leave it out."
-            )
-        result = prune_without_weights(model_config, plan, config)
-        result = replace(result, tokenizer=tokenizer)
-    else:
-        model = load_model(source, dtype=config.dtype, device=config.device, placement=placement)
-        with resumable(work, args.save_every):
-            result = prune(model, tokenizer, scores=scores, source=source, **given)
-    if like is not None:
-        from .like_record import check_like
-
-        check_like(result.record, like)
-    if distributed.everyone(True) and not distributed.is_main():  # nobody checks OUT any more
-        return {}
-    for line in result.warnings:
-        print(f"ghostlayers: warning: {line}", file=sys.stderr)
-    save_pruned(result, out, source=source, dtype=config.dtype, force=args.force)
-    remove_work_folder(work)
-    record = read_record(out)
-    _print_pruned(record, out)
-    return {"out": str(out), **_push(out, args.push_to_hub), **record}
-
-
-def _check_push(repo: str | None) -> None:
-    if repo is not None:
-        from .hub_upload import check_push
-
-        check_push(repo)
-
-
-def _push(out: Path, repo: str | None) -> dict[str, Any]:
-    """Upload a finished checkpoint if a repository was named; return what the JSON says of it."""
-    if repo is None:
-        return {}
-    from .hub_upload import push_to_hub
-
-    url = push_to_hub(out, repo)
-    print(f"\nuploaded: {url}")
-    return {"uploaded": url}
-
-
-def _print_pruned(record: dict[str, Any], out: Path) -> None:
-    from .model_card import load_snippet
-    from .operators import NO_OPERATOR
-
-    if record["search"] is not None:
-        print(search_table(record["search"]) + "\n")
-    print(f"budget: {record['budget']['reason']}")
-    print(
-        f"removed {len(record['removed'])} of {record['num_layers']} layers "
-        f"({record['selector']}): {format_layers(record['removed'])}"
-    )
-    if record["recover"] != NO_OPERATOR:
-        print(boundary_table(record["boundaries"]))
-    if record["config"]["rank"] is not None:
-        print("\nerror by rank of the map:\n" + rank_table(record["boundaries"]))
-    print(f"\nwritten to {out}. Load it:\n")
-    print(load_snippet(str(out), has_operators=has_operators(record)))
-
-
 def run_info(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str, Any]:
     """Print the record of a pruned checkpoint."""
     folder = Path(args.path).expanduser()
@@ -281,4 +162,5 @@ def run_info(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str, A
     return record
 
 
-__all__ = ["run_analyze", "run_info", "run_prune", "write_result"]
+__all__ = ["check_calibration", "check_json_target", "placement_of_run", "quiet_transformers"]
+__all__ += ["run_analyze", "run_info", "write_result"]

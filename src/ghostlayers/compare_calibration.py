@@ -18,6 +18,7 @@ import torch
 from . import distributed
 from .calibration import Windows
 from .compare_config import CompareConfig, short_names
+from .compare_lock import SCORES_FOLDER
 from .compare_results import CalibrationLine, ResultsFile
 from .decoder import decoder_layers
 from .pipeline import calibration_windows
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .similarity import Similarity
-
-SCORES_FOLDER = "scores"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from .compare_config import SHARED_FIELDS, VOLATILE_FIELDS, CompareConfig, smoke
 from .compare_file import CompareRun, read_config, runs_of
 from .compare_lock import SMOKE_TEXT, locked
 from .config import PruneConfig
-from .errors import CheckpointError
+from .errors import CheckpointError, RefusedError
 from .flags import add_placement_flags, metavar
 from .records import versions
 
@@ -92,7 +92,12 @@ def run_compare(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str
             stack.enter_context(locked(folder))
             prepared.append(_Prepared(run, folder, args, placement, set(given)))
         found = [each.measure() for each in prepared]
-    return {"results": found, "versions": versions()}
+    summaries = [_summary(results, folder) for results, folder in found]
+    value: dict[str, Any] = {"results": summaries, "versions": versions()}
+    reasons = [reason for results, _ in found for reason in results.refusals]
+    if reasons and not any(results.measured for results, _ in found):
+        raise RefusedError(f"all {len(reasons)} cells were refused, the first: {reasons[0]}", value)
+    return value
 
 
 def _check_folder(out: Path) -> None:
@@ -190,7 +195,7 @@ class _Prepared:
             print(f"ghostlayers: warning: task {name} is not run: {reason}", file=sys.stderr)
         return loaded
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self) -> tuple[CompareResults, Path]:
         """Load the model, measure, print and write the tables."""
         from .compare import Comparison, check_same_run
         from .compare_evaluator import Evaluator
@@ -232,7 +237,10 @@ class _Prepared:
             write_tables(results, self.folder)
         print("\n\n".join(table.text() for table in tables(results)))
         print(f"\nwritten to {self.folder}")
-        return _summary(results, self.folder)
+        if refused := len(results.refusals):
+            asked = refused + len(results.measured)
+            print(f"{refused} of {asked} cells were refused; results.jsonl says why")
+        return results, self.folder
 
 
 def _say(line: str) -> None:
@@ -240,13 +248,12 @@ def _say(line: str) -> None:
 
 
 def _summary(results: CompareResults, folder: Path) -> dict[str, Any]:
-    refused = [cell for cell in results.cells if cell.refused]
     return {
         "out": str(folder),
         "model": None if results.run is None else results.run.model["name"],
         "cuts": len(results.cuts),
         "cells": len(results.cells),
-        "refused": len(refused) + sum(cut.refused is not None for cut in results.cuts),
+        "refused": len(results.refusals),
     }
 
 

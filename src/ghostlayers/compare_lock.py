@@ -10,6 +10,7 @@ from . import distributed
 from .errors import CheckpointError
 
 LOCK_FILE, RESULTS_FILE, SMOKE_TEXT = ".lock", "results.jsonl", "smoke.txt"
+SCORES_FOLDER = "scores"
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def locked(folder: Path) -> Iterator[None]:
             pass
         yield
         return
-    made = missing_folders(folder)
+    made = missing_folders(folder / SCORES_FOLDER)
     own = [folder / name for name in (LOCK_FILE, SMOKE_TEXT) if not (folder / name).exists()]
     lock = FileLock(folder / LOCK_FILE)
     with distributed.section():
@@ -63,9 +64,11 @@ def missing_folders(folder: Path) -> list[Path]:
 
 
 def remove_empty(folders: list[Path]) -> None:
-    """Remove folders, the innermost first, as far as they are empty."""
+    """Remove folders, the innermost first, as far as they are there and empty."""
     for folder in folders:
-        if not folder.is_dir() or any(folder.iterdir()):
+        if not folder.is_dir():
+            continue
+        if any(folder.iterdir()):
             return
         folder.rmdir()
 

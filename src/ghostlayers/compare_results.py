@@ -52,6 +52,17 @@ class CompareResults:
         else:
             self.cells.append(line)
 
+    @property
+    def measured(self) -> list[CellLine]:
+        """The cells that were not refused."""
+        return [cell for cell in self.cells if not cell.refused]
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why cells, or cuts with all their cells, were refused."""
+        found = [*(cut.refused for cut in self.cuts), *(cell.refused for cell in self.cells)]
+        return [reason for reason in found if reason]
+
     def cells_of(self, cut: CutLine) -> list[CellLine]:
         """Return the cells of a cut; several cuts may share them."""
         place = cut.calibration, cut.num_windows, cut.layers, cut.selector if cut.merged else None

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from .budgets import budget_record
 from .checkpoint import save_pruned
 from .compare_calibration import readable_name
-from .pipeline import PruneResult, result_record
+from .pipeline import PruneResult
 from .plan import format_layers
+from .run_record import result_record
 from .selection import Selection
 
 if TYPE_CHECKING:
@@ -43,7 +44,11 @@ def save_cell(
     plan, calibration = job.cut.plan, job.cut.calibration
     chosen = Selection(plan, calibration.measured.similarity)
     spent = budget_record(settings, plan, run.model, model)
-    record: dict[str, Any] = result_record(settings, chosen, recovery, calibration.windows, spent)
+    assert run.file.results.run is not None
+    dense = run.file.results.run.model["fingerprint"]
+    record: dict[str, Any] = result_record(
+        settings, chosen, recovery, calibration.windows, spent, dense=dense
+    )
     result = PruneResult(
         model=model,
         plan=plan,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 from .compare_lock import cannot_be_written
 from .compare_results import CellLine, CompareResults, CutLine
 from .plan import format_layers
+from .records import write_whole
 from .tables import render_table
 
 CSV_FILE, MARKDOWN_FILE = "results.csv", "results.md"
@@ -260,16 +261,13 @@ def write_tables(results: CompareResults, folder: Path) -> None:
 
 
 def _write_tables(results: CompareResults, folder: Path) -> None:
-    part = folder / f".{CSV_FILE}.{os.getpid()}"
-    with part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, CSV_COLUMNS, restval="")
-        writer.writeheader()
-        writer.writerows(csv_rows(results))
-    part.replace(folder / CSV_FILE)
+    rows = io.StringIO(newline="")
+    writer = csv.DictWriter(rows, CSV_COLUMNS, restval="")
+    writer.writeheader()
+    writer.writerows(csv_rows(results))
+    write_whole(folder / CSV_FILE, rows.getvalue())
     text = "\n\n".join(table.markdown() for table in tables(results))
-    part = folder / f".{MARKDOWN_FILE}.{os.getpid()}"
-    part.write_text(f"{text}\n", encoding="utf-8")
-    part.replace(folder / MARKDOWN_FILE)
+    write_whole(folder / MARKDOWN_FILE, f"{text}\n")
 
 
 __all__: Sequence[str] = ["Table", "csv_rows", "tables", "write_tables"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class GhostlayersError(ValueError):
@@ -42,6 +43,18 @@ class DistributedError(GhostlayersError):
 
 class PlanError(GhostlayersError):
     """The layers asked for cannot be removed."""
+
+
+class RefusedError(GhostlayersError):
+    """Everything that was asked for was refused; what says so is written all the same.
+
+    Attributes:
+        result: The JSON value of the verb; None where another process writes it.
+    """
+
+    def __init__(self, line: str, result: dict[str, Any] | None = None) -> None:
+        super().__init__(line)
+        self.result = result
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> GhostlayersError:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import CheckpointError, UnsupportedModelError
+from .errors import CheckpointError, GhostlayersError, UnsupportedModelError
 from .finetune_config import DEFAULT_WINDOW, FinetuneConfig
 from .flags import add_config_flags, add_placement_flags
 from .placement import Placement
@@ -52,8 +54,9 @@ def run_finetune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str
     """Distil and write the checkpoint; the JSON value is its record."""
     config = FinetuneConfig(**settings)
     _placement(args)  # its faults come before any work
-    from .checkpoint import check_output, load_pruned
+    from .checkpoint import load_pruned
     from .commands import check_json_target, quiet_transformers
+    from .output_folder import check_output
 
     if config.calibration != "self":
         check_source(config.calibration)
@@ -76,7 +79,8 @@ def run_finetune(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str
 
     PartialState(cpu=config.device == "cpu")  # each process takes its own device before it loads
     work = out.resolve().parent / f".{out.name}.finetune"
-    cache, windows = _teacher_logits(args, config, source, teacher_source, work)
+    with _nothing_left(work):
+        cache, windows = _teacher_logits(args, config, source, teacher_source, work)
     student = load_pruned(folder, device=config.device)
     from .distillation import finetune
     from .finetuned_checkpoint import save_finetuned
@@ -158,6 +162,17 @@ def _teacher_logits(
             replace_stale=args.cache is None,
         )
     return cache, windows
+
+
+@contextmanager
+def _nothing_left(work: Path) -> Iterator[None]:
+    """Remove the work folder of a run that is refused before there are any logits in it."""
+    try:
+        yield
+    except GhostlayersError:
+        if work.is_dir() and not any(work.rglob("*.safetensors")):
+            shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 def _check_tokenizers(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> None:

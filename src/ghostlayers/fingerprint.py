@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from . import distributed
+from .offload import align_hooks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,25 +53,27 @@ def weights_sha256(model: PreTrainedModel) -> str:
     """Return a hash over name, shape and sampled elements of every stored tensor.
 
     The elements are hashed as float32 (integers as int64): the hash of a model depends on the dtype
-    into which it was loaded only by the rounding of its weights.
+    into which it was loaded only by the rounding of its weights. Of offloaded tensors, which lie
+    mapped in files, only the pages of those elements are read, and no device is used.
     """
-    from accelerate.utils import align_module_device
-
     digest = hashlib.sha256()
     for path, module in model.named_modules():
         tensors = {**module._parameters, **module._buffers}
-        own = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if tensor is not None and name not in module._non_persistent_buffers_set
-        }
-        offloaded = any(tensor.is_meta for tensor in own.values())
-        with align_module_device(module) if offloaded else nullcontext():
-            for name in own:
-                tensor = getattr(module, name)
-                digest.update(f"{path}.{name}{tuple(tensor.shape)}".encode())
-                digest.update(_sample(tensor))
+        for name, tensor in tensors.items():
+            if tensor is None or name in module._non_persistent_buffers_set:
+                continue
+            if tensor.is_meta:
+                tensor = _offloaded(module, name)
+            digest.update(f"{path}.{name}{tuple(tensor.shape)}".encode())
+            digest.update(_sample(tensor))
     return digest.hexdigest()
+
+
+def _offloaded(module: torch.nn.Module, name: str) -> torch.Tensor:
+    """Return an offloaded tensor from where it lies."""
+    stores = [hook.weights_map for hook in align_hooks(module) if hook.offload]
+    tensor: torch.Tensor = stores[0][name]
+    return tensor
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
@@ -92,6 +96,15 @@ def fingerprint(model: PreTrainedModel) -> dict[str, str]:
         "config_sha256": config_sha256(model.config),
         "weights_sha256": weights_sha256(model),
     }
+
+
+def shared_fingerprint(model: PreTrainedModel) -> dict[str, str]:
+    """Return the `fingerprint` of the first process' model, on all processes; one reads weights."""
+    found: dict[str, str] = {}
+    with distributed.section():
+        if distributed.rank() == 0:
+            found = fingerprint(model)
+    return distributed.same(found)
 
 
 def function_key(function: Callable[..., Any]) -> Any:

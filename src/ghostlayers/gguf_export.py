@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from .errors import CheckpointError, GhostlayersError, unknown_name
+from .gguf_check import check_layers
 from .gguf_graft import graft_operators
 from .gguf_verify import verify_gguf
 from .loading import GHOST_MODEL_TYPE, locate
 from .modeling_ghostlayers import SENTINEL
+from .records import RECORD_FILE, read_record
 from .tool_environments import CONVERTER, LLAMA_CPP, last_line, tool_python
 
 OUTTYPES = ("f32", "f16", "bf16", "q8_0")
@@ -71,6 +73,7 @@ def export_gguf(
             _convert(python, stock, body, outtype)
             maps, norm_eps = operators
             graft_operators(body, made, maps, norm_eps=norm_eps)
+        check_layers(made, _depth(folder, operators), dense_layers=_dense_depth(folder))
         checked = verify_gguf(made, folder, engine) if engine is not None else None
         if file.exists() and not force:
             raise CheckpointError(f"output {str(file)!r} exists by now. Pass --force.")
@@ -147,6 +150,23 @@ def operator_maps(folder: Path) -> tuple[dict[int, np.ndarray], float] | None:
         weight = own["up.weight"] @ own["down.weight"] if full is None else full
         maps[layer + (side == "output")] = weight.numpy()
     return maps, float(eps.pop())
+
+
+def _depth(folder: Path, operators: tuple[dict[int, np.ndarray], float] | None) -> int:
+    """Return how many layers the file must have, those that stand for operators included."""
+    from .decoder import num_decoder_layers
+    from .loading import load_config
+
+    depth = num_decoder_layers(load_config(locate(str(folder))))
+    return depth + (0 if operators is None else len(operators[0]))
+
+
+def _dense_depth(folder: Path) -> int | None:
+    """Return the depth before layers were removed, if `prune` wrote the checkpoint."""
+    if not (folder / RECORD_FILE).is_file():
+        return None
+    depth: int = read_record(folder)["num_layers"]
+    return depth
 
 
 def _is_operator(name: str) -> bool:

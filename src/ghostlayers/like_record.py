@@ -11,7 +11,7 @@ from typing import Any
 from .config import PruneConfig
 from .errors import CheckpointError
 from .json_shape import Maybe, Values, shape_error
-from .records import FORMAT_VERSION, RECORD_FILE, read_record
+from .records import FORMAT_VERSION, RECORD_FILE, read_record, versions
 from .setting_types import is_of, kind_name
 
 # What may differ from the record without changing the result: where a text lies, what computes.
@@ -22,7 +22,9 @@ SHAPE = {
     "boundaries": [{"operator": str}],
     "calibration": Maybe({"ids_sha256": str}),
     "versions": Values(str),
+    "fingerprint": Maybe({"config_sha256": str, "weights_sha256": Maybe(str)}),
 }
+NOT_COMPARED = "--like: the record has no hash of the dense model's weights, they are not compared"
 
 
 def read_like(place: str) -> dict[str, Any]:
@@ -102,6 +104,36 @@ def settings_like(record: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
     return {**record["config"], **given}
 
 
+def check_like_model(found: Mapping[str, str], record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Compare the dense model with that of a record, before anything is measured.
+
+    What another transformers release says in a config differs, so configs are compared under one
+    release alone. A record without hashes, of an older release, is used.
+
+    Args:
+        found: The model's `fingerprint`; without `weights_sha256` where no weight is read.
+        record: From `read_like`.
+
+    Returns:
+        A line if weights could not be compared.
+
+    Raises:
+        CheckpointError: If the weights or the config are others; both hashes are named.
+    """
+    wanted = record.get("fingerprint") or {}
+    same_release = record["versions"].get("transformers") == versions()["transformers"]
+    for part in ("config", "weights") if same_release else ("weights",):
+        own, other = found.get(f"{part}_sha256"), wanted.get(f"{part}_sha256")
+        if own is not None and other is not None and own != other:
+            raise CheckpointError(
+                f"--like: the record was made from another model: {part} sha256 {other[:12]}, that "
+                f"of MODEL is {own[:12]}. Use the model and the releases of the record "
+                f"({_releases(record)})."
+            )
+    compared = found.get("weights_sha256") and wanted.get("weights_sha256")
+    return () if compared else (NOT_COMPARED,)
+
+
 def check_like(found: Mapping[str, Any], record: Mapping[str, Any]) -> None:
     """Compare what was made with a record, before it is written.
 
@@ -128,4 +160,4 @@ def _releases(record: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in record["versions"].items())
 
 
-__all__ = ["FREE_SETTINGS", "check_like", "read_like", "settings_like"]
+__all__ = ["FREE_SETTINGS", "check_like", "check_like_model", "read_like", "settings_like"]

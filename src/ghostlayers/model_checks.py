@@ -102,11 +102,14 @@ def check_causal(model: PreTrainedModel) -> None:
         )
 
 
-def check_cache(model: PreTrainedModel, *, what: str = "the model") -> None:
+def check_cache(model: PreTrainedModel, *, what: str = "the model") -> bool:
     """Check that one step with the cache gives what a forward pass without it gives.
 
     A removal can leave a cache that counts positions wrongly; nothing is raised then, and only the
     text gets worse.
+
+    Returns:
+        Whether the logits are finite; if not, there is nothing to compare.
 
     Raises:
         UnsupportedModelError: If the two disagree, or no cache comes back.
@@ -125,7 +128,7 @@ def check_cache(model: PreTrainedModel, *, what: str = "the model") -> None:
         ) from error
     step, whole = out.logits[-1].float(), without.logits[-1].float()
     if not torch.isfinite(whole).all():
-        return  # reported by the sweep, with its layer
+        return False  # reported by the sweep, with its layer
     tolerance = (0.5 if model.dtype in LOW_PRECISION else 0.01) * float(whole.std())
     difference = float((step - whole).abs().max())
     if not difference <= tolerance:
@@ -134,6 +137,7 @@ def check_cache(model: PreTrainedModel, *, what: str = "the model") -> None:
             f"{difference:.3g}, logits spread {float(whole.std()):.3g}): text generated from it "
             "would be wrong. Keep other layers, or use another model."
         )
+    return True
 
 
 def _two_greedy_steps(model: PreTrainedModel, prompt: torch.Tensor, *, use_cache: bool) -> Any:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .boundary_record import boundary_entries
 from .budgets import budget_record, size_budget
 from .calibration import (
     Windows,
@@ -25,6 +24,7 @@ from .calibration import (
 from .config import PruneConfig
 from .decoder import num_decoder_layers, remove_layers_, text_config
 from .errors import CalibrationError, PlanError
+from .fingerprint import config_sha256, shared_fingerprint
 from .layer_fields import protected_layers
 from .layerwise import runs_layerwise
 from .model_checks import check_attachable, check_cache, check_causal, check_reloadable
@@ -34,8 +34,8 @@ from .operators import ATTACHING, NO_OPERATOR, OperatorFit, check_size
 from .plan import Boundary, PruningPlan, check_num_remove, parse_layers, removable_layers
 from .pruning_run import PruningRun
 from .quantized import check_quantized, is_quantized
-from .records import FORMAT_VERSION, versions
 from .recovered import Recovery
+from .run_record import result_record
 from .scores import CALIBRATION_SETTINGS, Scores, windows_of_run
 from .selection import Selection
 
@@ -157,7 +157,8 @@ def prune_without_weights(model_config: Any, plan: PruningPlan, config: PruneCon
         model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config)
     remove_layers_(model, plan.removed)
     spent = budget_record(config, plan, structure(model_config), model)
-    record = result_record(config, Selection(plan), Recovery(), None, spent)
+    dense = {"config_sha256": config_sha256(model_config), "weights_sha256": None}
+    record = result_record(config, Selection(plan), Recovery(), None, spent, dense=dense)
     return PruneResult(model, plan, {}, record)
 
 
@@ -206,7 +207,7 @@ def prune(
     if config is None:
         config = PruneConfig(**(settings if scores is None else scores.settings_with(settings)))
     plan = resolve_plan(config, model.config)
-    _check_model(model, config, scores)
+    dense = _check_model(model, config, scores)
     budget = size_budget(config, model, text_config(model.config).hidden_size, source=source)
     if budget is not None:
         budget.fewest(allowed_layers(config, model.config))
@@ -235,14 +236,17 @@ def prune(
         model=pruned,
         plan=chosen.plan,
         fits=recovery.used,
-        record=result_record(config, chosen, recovery, windows, spent, scores),
+        record=result_record(config, chosen, recovery, windows, spent, scores, dense=dense),
         tokenizer=tokenizer,
-        warnings=(*chosen.warnings, *recovery.warnings),
+        warnings=(*run.warnings, *chosen.warnings, *recovery.warnings),
         changed=recovery.changed | changed,
     )
 
 
-def _check_model(model: PreTrainedModel, config: PruneConfig, scores: Scores | None) -> None:
+def _check_model(
+    model: PreTrainedModel, config: PruneConfig, scores: Scores | None
+) -> dict[str, str]:
+    """Check the dense model, and that the scores are of it; return its fingerprint."""
     check_quantized(config, model.config)
     check_reloadable(model)
     if config.recover in ATTACHING:
@@ -250,47 +254,8 @@ def _check_model(model: PreTrainedModel, config: PruneConfig, scores: Scores | N
     check_causal(model)
     runs_layerwise(model)  # found once here; the copies that are made of the model know it
     check_cache(model, what="the dense model")
+    found = shared_fingerprint(model)
     if scores is not None:
         scores.check_settings(config)
-        scores.check_model(model)
-
-
-def result_record(
-    config: PruneConfig,
-    chosen: Selection,
-    recovery: Recovery,
-    windows: Windows | None,
-    budget: dict[str, Any],
-    scores: Scores | None = None,
-) -> dict[str, Any]:
-    """Return the content of `ghostlayers.json`, as JSON values.
-
-    Args:
-        config: Settings.
-        chosen: The layers, and what was measured to choose them.
-        recovery: The repairs.
-        windows: The calibration windows; None if none were read.
-        budget: From `budget_record`.
-        scores: Scores given in, if any.
-    """
-    plan, verdict = chosen.plan, recovery.verdict
-    return {
-        "format_version": FORMAT_VERSION,
-        "num_layers": plan.num_layers,
-        "removed": list(plan.removed),
-        "kept": list(plan.kept),
-        "boundaries": boundary_entries(plan, recovery),
-        "selector": "layers" if config.layers is not None else config.select,
-        "recover": config.recover,
-        "guard": None if verdict is None else verdict.record,
-        "refinement": recovery.refinement,
-        "budget": budget,
-        "scores": None if scores is None else scores.record(),
-        "rls": None if chosen.similarity is None else chosen.similarity.rls,
-        "search": chosen.search,
-        "selection": chosen.selection,
-        "calibration": None if windows is None else windows.record(),
-        "seed": config.seed,
-        "config": config.to_dict(),
-        "versions": versions(),
-    }
+        scores.check_model(model, found)
+    return found

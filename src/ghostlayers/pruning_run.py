@@ -10,7 +10,7 @@ from .budget_choice import choose_for_budget
 from .recovered import Recovery
 from .recovery import prepare_recovery, recover_
 from .selection import Measured, Selection
-from .steps import cut
+from .steps import checked_cut, cut
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,7 @@ class PruningRun:
         measured: What a first sweep gave, if there was one already.
         progress: Show progress bars when standard error is a terminal.
         given: What `cut_` made.
+        finite: Whether the logits of what it made are finite.
     """
 
     model: PreTrainedModel
@@ -41,11 +42,22 @@ class PruningRun:
     measured: Measured | None = None
     progress: bool = True
     given: tuple[Selection, PreTrainedModel, FoldPlan] | None = None
+    finite: bool = True
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should know of a model that no sweep has read."""
+        if self.finite:
+            return ()
+        return (
+            f"the logits of the pruned model are not finite in {self.model.dtype}: check the "
+            "weights of the layers that stay",
+        )
 
     def cut_(self, plan: PruningPlan) -> None:
         """Cut by a plan that is known before any calibration, so that a refusal comes early."""
         massive = None if self.measured is None else self.measured.massive
-        pruned = cut(self.model, plan)
+        pruned, self.finite = checked_cut(self.model, plan)
         folds = prepare_recovery(self.model, plan, self.config)
         self.given = Selection(plan, massive=massive), pruned, folds
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -51,13 +52,29 @@ def plain(value: Any) -> Any:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file with a final newline; it appears when it is complete."""
-    text = json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n"
+    write_whole(path, json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file by way of another one in its folder, on the disk before it is renamed.
+
+    A write that is killed, or for which there is no room, leaves the file as it was. A link stays
+    one; a device or a pipe is written to as it is.
+    """
+    path = path.resolve()
     if path.exists() and not path.is_file():  # such as /dev/stdout
         path.write_text(text, encoding="utf-8")
         return
-    part = path.with_name(f".{path.name}.incomplete-{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    short = sha256(path.name.encode()).hexdigest()[:12]  # the name may be as long as is allowed
+    part = path.with_name(f".{short}.incomplete-{os.getpid()}")
+    try:
+        with part.open("w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def read_record(folder: Path) -> dict[str, Any]:

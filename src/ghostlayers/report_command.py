@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError
+from .records import write_whole
 from .report_inputs import KNOWN
 
 if TYPE_CHECKING:
@@ -100,10 +99,7 @@ def _check_out(target: str, *, force: bool) -> Path:
 def _write(path: Path, page: str) -> None:
     """Write a file in one step: it is there whole, or as it was."""
     try:
-        with tempfile.TemporaryDirectory(dir=path.resolve().parent, prefix=".report") as folder:
-            new = Path(folder) / "page.html"
-            new.write_text(page, encoding="utf-8")
-            os.replace(new, path)
+        write_whole(path, page)
     except OSError as error:
         raise CheckpointError(
             f"--out {str(path)!r} cannot be written: {error.strerror}."

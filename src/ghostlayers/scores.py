@@ -91,8 +91,12 @@ class Scores:
         """Return where a result's scores come from, as JSON values."""
         return {"model": dict(self.model), "dtype": self.dtype, "versions": dict(self.versions)}
 
-    def check_model(self, model: PreTrainedModel) -> None:
+    def check_model(self, model: PreTrainedModel, found: Mapping[str, str] | None = None) -> None:
         """Refuse a model that these scores were not measured on.
+
+        Args:
+            model: The model.
+            found: Its `fingerprint`, if it is known.
 
         Raises:
             CheckpointError: If its dtype, config or weights are others; both values are named.
@@ -102,7 +106,7 @@ class Scores:
                 f"the scores are of the model in {self.dtype}, this one is in {_dtype(model)}. Use "
                 f"`dtype` {self.dtype}, or measure again with `analyze --save`."
             )
-        found = fingerprint(model)
+        found = fingerprint(model) if found is None else found
         wrong = [name for name in FINGERPRINTS if found[name] != self.model[name]]
         if wrong:
             differ = ", ".join(

@@ -31,8 +31,8 @@ class SweepPart:
         batches: What to run.
         first_window: Number of the first window, counted over the whole sweep.
         first_token: Number of counted tokens before it.
-        idle: Whether nothing is left: the first batch is run all the same, and none of its tokens
-            counts, so that every process knows all shapes.
+        idle: Whether nothing is left, or nothing of it counts: the first batch that counts is run
+            all the same, and none of its tokens counts, so that every process knows all shapes.
     """
 
     batches: Sequence[Batch]
@@ -42,17 +42,29 @@ class SweepPart:
 
 
 def part_of_sweep(batches: Sequence[Batch], done: int = 0) -> SweepPart:
-    """Return this process' part of a sweep, of which some batches are done."""
-    if not batches:
+    """Return this process' part of a sweep, of which some batches are done.
+
+    Raises:
+        CalibrationError: If no token of any batch counts.
+    """
+    tokens = [_counted_tokens(batch) for batch in batches]
+    if not any(tokens):
         raise CalibrationError(
-            "no calibration tokens: no batch was given. Give at least one window of text."
+            "no calibration tokens: every position was masked out or no batch was given. "
+            "Give at least one window of text."
         )
     own = distributed.share_of(len(batches))
-    before = [split_batch(batch) for batch in batches[: own.start + done]]
-    windows = sum(ids.shape[0] for ids, _ in before)
-    tokens = sum(ids.numel() if mask is None else int(mask.sum()) for ids, mask in before)
-    left = batches[own.start + done : own.stop]
-    return SweepPart(left or batches[:1], windows, tokens, idle=not left)
+    first = own.start + done
+    windows = sum(split_batch(batch)[0].shape[0] for batch in batches[:first])
+    idle = not any(tokens[first : own.stop])
+    counting = next(index for index, count in enumerate(tokens) if count)
+    left = batches[counting : counting + 1] if idle else batches[first : own.stop]
+    return SweepPart(left, windows, sum(tokens[:first]), idle=idle)
+
+
+def _counted_tokens(batch: Batch) -> int:
+    ids, mask = split_batch(batch)
+    return ids.numel() if mask is None else int(mask.bool().sum())
 
 
 def run_sweep(

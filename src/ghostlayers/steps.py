@@ -160,9 +160,13 @@ def cut(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
         UnsupportedModelError: If the config cannot describe it, a reload would change it, or its
             cache does not work.
     """
+    return checked_cut(model, plan)[0]
+
+
+def checked_cut(model: PreTrainedModel, plan: PruningPlan) -> tuple[PreTrainedModel, bool]:
+    """Return what `cut` does, and whether the logits of a few tokens are finite."""
     pruned = remove_layers_(share_tensors(model), plan.removed)
-    check_cache(pruned, what=f"the model without layers {list(plan.removed)}")
-    return pruned
+    return pruned, check_cache(pruned, what=f"the model without layers {list(plan.removed)}")
 
 
 def prefix_model(model: PreTrainedModel, last: int) -> PreTrainedModel:

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from .budget_values import format_quantity
 from .calibration import Windows
 from .decoder import check_ids, input_device, input_embeddings
 from .divergence import top_log_probs
@@ -178,8 +179,9 @@ def _check_space(cache: TeacherLogits) -> None:
     free = shutil.disk_usage(cache.folder).free
     if cache.num_bytes > free:
         raise CheckpointError(
-            f"the teacher's logits need {cache.num_bytes / 1e9:.1f} GB, {cache.folder} has "
-            f"{free / 1e9:.1f} GB free. Lower `top_k` or `num_windows`, or give another cache."
+            f"the teacher's logits need {format_quantity('target_bytes', cache.num_bytes)}, "
+            f"{cache.folder} has {format_quantity('target_bytes', free)} free. Lower `top_k` or "
+            "`num_windows`, or give another cache."
         )
 
 
@@ -206,5 +208,12 @@ def top_of(
 def _write_shard(cache: TeacherLogits, index: int, log_probs: Tensor, ids: Tensor) -> None:
     path = cache.shard(index)
     part = path.with_suffix(".part")
-    save_file({"log_probs": log_probs, "ids": ids}, part, metadata={"digest": cache.digest})
-    part.replace(path)
+    try:
+        save_file({"log_probs": log_probs, "ids": ids}, part, metadata={"digest": cache.digest})
+        part.replace(path)
+    except (OSError, SafetensorError) as error:
+        part.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"cache {str(cache.folder)!r} cannot be written ({error}). Free some space and start "
+            "again, or give another cache."
+        ) from error

@@ -257,11 +257,19 @@ class Training:
             "random": torch.get_rng_state(),
         }
         part = self.state_file.with_suffix(".part")
-        with part.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(self.state_file)
+        try:
+            with part.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(self.state_file)
+        except (OSError, RuntimeError) as error:  # the latter is torch's word for a full disk
+            part.unlink(missing_ok=True)
+            reason = str(error).strip().splitlines()[0]
+            raise CheckpointError(
+                f"the state of the training cannot be written to {str(part.parent)!r} ({reason}). "
+                "Free some space and start again: it goes on from the last state."
+            ) from error
 
     def _resume(self, done: Progress, optimizer: Any, schedule: Any) -> None:
         if self.state_file is None or not self.state_file.is_file():
