@@ -43,7 +43,10 @@ def section(results: CompareResults) -> str:
         f"{model['parameters'] / 1e6:.1f} M parameters, {model['dtype']}; weights sha256 "
         f"{model['fingerprint']['weights_sha256'][:12]})",
         f"- command: `ghostlayers {command}`",
-        f"- commit: {run.commit or 'not known'}; {run.created}; {_versions(run.versions)}",
+        *(
+            f"- commit: {each.commit or 'not known'}; {each.created}; {_versions(each.versions)}"
+            for each in results.runs
+        ),
         f"- machine: {machine['gpu'] or machine['cpu']}, {machine['threads']} threads",
     ]
     for line in results.calibrations:

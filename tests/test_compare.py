@@ -12,6 +12,7 @@ import ghostlayers as gl
 from ghostlayers.compare import Comparison
 from ghostlayers.compare_calibration import chains
 from ghostlayers.compare_results import ResultsFile, read_results
+from ghostlayers.compare_tables import columns
 from ghostlayers.loading import load_model, load_tokenizer, locate
 from tiny_checkpoints import save_tiny
 
@@ -232,6 +233,22 @@ class TestGoesOn:
         assert status == 2
         assert f"`{flag.replace('-', '_')}`" in err and str(value) in err
         assert (tmp_path / "o" / "results.jsonl").read_bytes() == before
+
+    @pytest.mark.parametrize("select", ["streamline", "greedy-ppl"])
+    def test_a_grid_grows(self, folder, run, tmp_path, select):
+        small = {**SMALL, "select": select, "num-remove": "1", "recover": "none", "num-windows": 4}
+        more = {**small, "num-remove": "1,2", "recover": "ghost,none", "select": f"lorp,{select}"}
+        assert run(*grid(folder, tmp_path / "grown", **small))[0] == 0
+        before = (tmp_path / "grown" / "results.jsonl").read_bytes()
+        assert run(*grid(folder, tmp_path / "grown", **more))[0] == 0
+        assert run(*grid(folder, tmp_path / "whole", **more))[0] == 0
+        assert (tmp_path / "grown" / "results.jsonl").read_bytes().startswith(before)
+        grown, whole = (read_results(tmp_path / name) for name in ("grown", "whole"))
+        assert len(grown.runs) == 2 and grown.run.settings["recover"] == ["ghost", "none"]
+        cells = [{cell.key: cell.perplexity for cell in each.cells} for each in (grown, whole)]
+        assert cells[0] == cells[1] and len(cells[0]) > 2
+        for results in (grown, whole):
+            assert [column for column, _ in columns(results)] == ["ghost", "none"]
 
     def test_another_model_is_refused(self, folder, run, tmp_path):
         small = {**SMALL, "num-windows": "4", "recover": "none"}

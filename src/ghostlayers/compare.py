@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import distributed
@@ -25,10 +24,9 @@ from .compare_results import CellLine, CompareResults, DenseLine, ResultsFile
 from .compare_save import save_cell
 from .compare_shared import share_cells
 from .decoder import text_config
-from .errors import CalibrationError, GhostlayersError
+from .errors import GhostlayersError
 from .model_checks import check_cache, check_causal, check_reloadable
 from .operators import NO_OPERATOR
-from .records import plain
 from .steps import cut
 
 if TYPE_CHECKING:
@@ -250,33 +248,4 @@ def _bytes(keys: set[Key], size: int) -> int:
     return sum(boundary_bytes(operators, size) for operators in by_boundary.values())
 
 
-def check_same_run(
-    results: CompareResults,
-    settings: dict[str, Any],
-    fingerprint: dict[str, str],
-    volatile: Sequence[str],
-    place: Path,
-) -> None:
-    """Refuse to continue a run of other settings or of another model.
-
-    Raises:
-        CalibrationError: Naming the difference.
-    """
-    assert results.run is not None
-    then, now = results.run.settings, plain(settings)
-    for name in sorted({*then, *now} - set(volatile)):
-        if then.get(name) != now.get(name):
-            raise CalibrationError(
-                f"-o {str(place)!r} holds a comparison with `{name}` {then.get(name)!r}, asked for "
-                f"is {now.get(name)!r}. Choose another folder, or the same settings."
-            )
-    if results.run.model["fingerprint"] != fingerprint:
-        raise CalibrationError(
-            f"-o {str(place)!r} holds a comparison of another model "
-            f"({results.run.model['name']}, weights sha256 "
-            f"{results.run.model['fingerprint']['weights_sha256'][:12]}, this one's is "
-            f"{fingerprint['weights_sha256'][:12]}). Choose another folder."
-        )
-
-
-__all__ = ["Comparison", "check_same_run"]
+__all__ = ["Comparison"]

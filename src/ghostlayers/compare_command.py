@@ -197,8 +197,9 @@ class _Prepared:
 
     def measure(self) -> tuple[CompareResults, Path]:
         """Load the model, measure, print and write the tables."""
-        from .compare import Comparison, check_same_run
+        from .compare import Comparison
         from .compare_evaluator import Evaluator
+        from .compare_growth import check_continues
         from .compare_provenance import run_line
         from .compare_results import ResultsFile
         from .compare_scoring import TextScorer, scoring_windows
@@ -222,12 +223,10 @@ class _Prepared:
                     batch_size=config.batch_size,
                     max_bytes=config.memory("states_memory"),
                 )
-        if file.results.run is None:
+        if file.results.run is None or check_continues(
+            file.results, config.to_dict(), fingerprint(model), VOLATILE_FIELDS, self.folder
+        ):
             file.start(run_line(self.run, config, self.source, model, self.args))
-        else:
-            check_same_run(
-                file.results, config.to_dict(), fingerprint(model), VOLATILE_FIELDS, self.folder
-            )
         evaluator = Evaluator(config, tokenizer, texts, self.tasks, self.speed)
         comparison = Comparison(
             model, tokenizer, config, file, evaluator, source=self.source, say=_say

@@ -33,16 +33,21 @@ SCHEMA = 1
 class CompareResults:
     """All lines of a file by kind, in the order in which they were written."""
 
-    run: RunLine | None = None
+    runs: list[RunLine] = field(default_factory=list)
     calibrations: list[CalibrationLine] = field(default_factory=list)
     dense: DenseLine | None = None
     cuts: list[CutLine] = field(default_factory=list)
     cells: list[CellLine] = field(default_factory=list)
 
+    @property
+    def run(self) -> RunLine | None:
+        """What the grid is: the last run line, since a grid only ever grows."""
+        return self.runs[-1] if self.runs else None
+
     def add(self, line: Line) -> None:
         """Take in a line."""
         if isinstance(line, RunLine):
-            self.run = line
+            self.runs.append(line)
         elif isinstance(line, DenseLine):
             self.dense = line
         elif isinstance(line, CalibrationLine):

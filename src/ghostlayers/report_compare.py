@@ -37,7 +37,8 @@ def add_comparison(studies: Studies, results: CompareResults) -> None:
     assert run is not None  # checked where it was read
     study = studies.of(str(run.model["name"]))
     study.title = run.title or study.title
-    _add_run(study, run)
+    for each in results.runs:
+        _add_run(study, each)
     labels = {}
     for line in results.calibrations:
         labels[line.name, line.num_windows] = _add_sweep(studies, study, line)
