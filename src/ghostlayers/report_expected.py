@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from .compare_growth import AXES
 from .compare_lines import RunLine
 from .compare_results import CompareResults
 from .expected_numbers import ExpectedNumber, expected_numbers
@@ -25,8 +26,7 @@ UNITS = {
     "less_peak_memory": "less peak memory, %",
 }
 PLACES = {"rls": 3}
-# Settings that say which cells there are, where they run and what is kept, not what they measure.
-AXES = ("num_remove", "layers", "select", "recover", "fit", "calibration", "num_windows")
+# Like AXES: where cells run and what is kept, not what they measure.
 MACHINE = ("device", "moments_device", "moments_memory", "states_memory", "batch_size")
 OTHER = ("perplexity", "speed", "save_checkpoints")
 SCORED = {
