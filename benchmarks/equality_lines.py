@@ -105,7 +105,7 @@ def _run(origin: Line) -> str:
     device = origin["machine"]["gpu"] or origin["machine"]["cpu"]
     return (
         f"- `{origin['command']}`: commit {origin['commit'] or 'not known'}; {origin['created']}; "
-        f"{releases}; {device}, {origin['machine']['threads']} threads a process"
+        f"{releases}; {device}, threads a process: {origin['machine']['threads']}"
     )
 
 
@@ -159,9 +159,9 @@ TABLES = {
     "memory": Table(
         "Larger than memory",
         "`prune` (select, fit, write) offloaded to disk against the whole model in memory. Peaks "
-        "are resident sets (VmHWM); share: of the checkpoint; wall and CPU time: offloaded over "
-        "in memory; difference: the largest of all tensors that were written. Bounds: 35 %, 2, "
-        "2, equal, 1e-5.",
+        "are resident sets (VmHWM); share: of the checkpoint (bound 35 %); wall (bound 2) and CPU "
+        "time: offloaded over in memory; difference: the largest of all tensors that were written "
+        "(bound 1e-5).",
         (
             *("model", "peak in memory", "peak offloaded", "share", "wall time", "CPU time"),
             *("layers equal", "tensors", "difference"),
