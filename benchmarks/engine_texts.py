@@ -54,7 +54,7 @@ def by_vllm(folder: str, prompts: list[str], num_tokens: int) -> list[str]:
         trust_remote_code=True,
     )
     settings = SamplingParams(temperature=0, max_tokens=num_tokens)
-    return [answer.outputs[0].text for answer in engine.generate(prompts, settings)]
+    return [answer.outputs[0].text for answer in engine.generate(prompts, settings, use_tqdm=False)]
 
 
 def by_openvino(folder: str, prompts: list[str], num_tokens: int) -> list[str]:
