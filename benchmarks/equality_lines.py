@@ -94,7 +94,7 @@ class Table:
         rows = {tuple((cells := self.row(line))[: self.keys]): (cells, line) for line in lines}
         parts = [f"### {self.title}", "", self.text, ""]
         parts += [f"| {' | '.join(self.header)} |", "|" + " --- |" * len(self.header)]
-        parts += [f"| {' | '.join(cells)} |" for cells, _ in rows.values()]
+        parts += [f"| {' | '.join(rows[key][0])} |" for key in sorted(rows)]
         runs = dict.fromkeys(_run(line["origin"]) for _, line in rows.values())
         return "\n".join([*parts, "", *runs])
 
