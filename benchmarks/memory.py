@@ -1,13 +1,15 @@
 """Peak memory and wall time of `prune` on a model that does not fit: in memory against offloaded.
 
     python benchmarks/memory.py [--folder DIR] [--threads 1] [--recover ghost] [--keep]
+        [--out FILE]
 
 Builds a random Llama checkpoint of about 3 GB (float32, sharded) and prunes it twice (select, fit,
 write), each time by the command line in a process of its own: with the whole model in memory, and
 with `--device-map auto --max-memory cpu=... --spill-folder ...`. Prints the peaks, the wall times
 and whether both removed the same layers with the same operators; exit status 1 unless the peak is
 at most 35 % of the checkpoint, the wall time at most twice that in memory, the layers equal and the
-tensors equal to 1e-5. What it made is deleted.
+tensors equal to 1e-5. What it made is deleted. With `--out` the figures are added to a file as a
+JSON line, which `results_page.py --equality` shows.
 
 What is counted: VmHWM, the largest resident set of the process as the kernel keeps it, Python and
 its libraries included, files that are mapped into memory (weights that are read from safetensors
@@ -30,6 +32,8 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+
+from equality_lines import append, origin
 
 HIDDEN, INNER, LAYERS, HEADS, VOCABULARY = 1536, 4096, 26, 12, 4096
 WORDS = [f"w{number}" for number in range(VOCABULARY - 3)]
@@ -154,6 +158,7 @@ def largest_difference(one: Path, two: Path) -> tuple[float, int]:
 
 def compare(folder: Path, args: argparse.Namespace) -> bool:
     """Build, prune twice, print; say whether all bounds hold."""
+    run = origin(args.threads)
     total = build_checkpoint(folder / "model", args.layers)
     draw = random.Random(0)
     words = (draw.choice(WORDS) for _ in range(args.num_windows * args.window + 1))
@@ -181,6 +186,19 @@ def compare(folder: Path, args: argparse.Namespace) -> bool:
     times = runs["offloaded"]["wall"] / runs["in memory"]["wall"]
     print(f"layers equal: {removed[0] == removed[1]}; {count} tensors, difference {largest:.1e}")
     cpu = runs["offloaded"]["cpu"] / runs["in memory"]["cpu"]
+    if args.out is not None:
+        line = {
+            "kind": "memory",
+            "checkpoint_bytes": total,
+            "layers": args.layers,
+            "recover": args.recover,
+            "in_memory": runs["in memory"],
+            "offloaded": runs["offloaded"],
+            "layers_equal": removed[0] == removed[1],
+            "tensors": count,
+            "largest_difference": largest,
+        }
+        append(args.out, {**line, "origin": run})
     print(f"wall time: {times:.2f} of the run in memory, CPU time: {cpu:.2f} of it")
     return (
         removed[0] == removed[1]
@@ -202,6 +220,7 @@ def main() -> None:
     parser.add_argument("--budget", default="200MiB", help="of the weights that stay in memory")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--keep", action="store_true", help="keep the files")
+    parser.add_argument("--out", type=Path, help="file to which a line of figures is added")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:

@@ -1,8 +1,9 @@
 """Write docs/results.md from the files of comparisons.
 
-    python benchmarks/results_page.py DIR... --out docs/results.md
+    python benchmarks/results_page.py DIR... --equality FILE... --out docs/results.md
 
-Every table names its model, data, windows, tokens, commit and command; nothing is typed in by hand.
+DIR is a folder of `ghostlayers compare`, FILE what `equality.py` and `memory.py` wrote. Every table
+names its model, data, windows, tokens, commit and command; nothing is typed in by hand.
 """
 
 from __future__ import annotations
@@ -11,22 +12,20 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import equality_lines
+from equality_lines import short
+
 from ghostlayers.compare_results import CompareResults, read_results
 from ghostlayers.compare_tables import tables
 
 HEAD = """# Results
 
-Written by `python benchmarks/results_page.py` from the files of `ghostlayers compare`; do not edit.
+Written by `python benchmarks/results_page.py` from the files of `ghostlayers compare`, and of the
+benchmarks `equality.py` and `memory.py`; do not edit.
 What the columns mean: [methods](methods.md). A ratio is the perplexity of the pruned model over
 that of the dense model on the same windows; `-`: not measured (no operator is fitted to merged
 weights).
 """
-
-
-def short(argument: str) -> str:
-    """Return an argument without the folders of this machine."""
-    parts = [Path(part).name if Path(part).is_absolute() else part for part in argument.split(",")]
-    return ",".join(parts)
 
 
 def section(results: CompareResults) -> str:
@@ -79,10 +78,16 @@ def _versions(found: dict[str, Any]) -> str:
 def main() -> None:
     """Write the page."""
     parser = argparse.ArgumentParser(description="docs/results.md from files of comparisons")
-    parser.add_argument("places", nargs="+", metavar="DIR", help="folders of comparisons")
+    parser.add_argument("places", nargs="*", metavar="DIR", help="folders of comparisons")
+    parser.add_argument(
+        "--equality", nargs="+", type=Path, default=[], metavar="FILE", help="equality figures"
+    )
     parser.add_argument("--out", type=Path, required=True, help="page to write")
     args = parser.parse_args()
-    text = "\n\n".join([HEAD.strip(), *(section(read_results(each)) for each in args.places)])
+    parts = [HEAD.strip(), *(section(read_results(each)) for each in args.places)]
+    lines = [line for path in args.equality for line in equality_lines.read(path)]
+    parts += [equality_lines.section(lines)] if lines else []
+    text = "\n\n".join(parts)
     args.out.write_text(text + "\n", encoding="utf-8")
 
 

@@ -12,24 +12,30 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader, GGUFWriter
+from transformers import AutoTokenizer
 
 import ghostlayers as gl
+from conftest import packaged_gguf
 from ghostlayers import gguf_export, gguf_verify, tool_environments
 from ghostlayers.errors import CheckpointError, RequirementError, UnsupportedModelError
 from ghostlayers.gguf_graft import graft_operators
 from ghostlayers.gguf_verify import PROMPTS
+from ghostlayers.loading import load_tokenizer, locate
 from oracles import random_ids, reload, tiny_model
 from tiny_checkpoints import listing, tiny_tokenizer
 
 C, HEADS, WIDTH = 64, 4, 96
 
 
-def pruned(folder: Path, recover: str, family: str = "llama", **settings) -> Path:
-    """Write a tiny model without the layers 3-4 and 7, the last."""
-    model = tiny_model(family)
+def pruned(
+    folder: Path, recover: str, family: str = "llama", *, tokenizer=None, **settings
+) -> Path:
+    """Write a tiny model without the layers 3-4 and 7, the last; its tokenizer or another one."""
+    own = tiny_tokenizer() if tokenizer is None else tokenizer
+    model = tiny_model(family, vocab_size=len(own))
     ids = random_ids(batch=3)  # too few windows for the guard
     result = gl.prune(model, windows=ids, layers="3-4,7", recover=recover, **settings)
-    result = type(result)(**{**vars(result), "tokenizer": tiny_tokenizer()})
+    result = type(result)(**{**vars(result), "tokenizer": own})
     return gl.save_pruned(result, folder)
 
 
@@ -136,7 +142,7 @@ def test_an_engine_that_hangs_is_one_line(tmp_path, monkeypatch):
 
 def greedy(folder: Path) -> list[str]:
     """Generate by whole forward passes, without `generate` and without cache."""
-    model, tokenizer = reload(folder), tiny_tokenizer()
+    model, tokenizer = reload(folder), AutoTokenizer.from_pretrained(folder)
     texts = []
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
@@ -305,14 +311,17 @@ def test_maps_and_stock_part_of_a_checkpoint(tmp_path, rank):
 
 @pytest.mark.slow
 @pytest.mark.network
+@pytest.mark.real_model  # the converter only takes tokenizers that it knows
 @pytest.mark.parametrize("recover", ["none", "replaceme-lstsq", "ghost-norm"])
 def test_llama_cpp_says_what_transformers_says(tmp_path, recover):
     """With the tools' own environments: installs them, unless they are in the cache already."""
     if os.environ.get("GHOSTLAYERS_TOOLS") != "1":
         pytest.skip("GHOSTLAYERS_TOOLS is not 1: needs a package index, about 200 MB")
-    folder = pruned(tmp_path / "m", recover)
+    tokenizer = load_tokenizer(locate(str(packaged_gguf("smollm2"))))
+    folder = pruned(tmp_path / "m", recover, tokenizer=tokenizer)
     result = gguf_export.export_gguf(folder, tmp_path / "m.gguf", verify=True)
     assert result["operators"] == (2 if recover == "ghost-norm" else 0)
     assert result["verified"]["texts"] == greedy(folder)
+    assert len(set(greedy(folder))) == len(PROMPTS)
     with pytest.raises(CheckpointError, match="residual stream"):
         gguf_export.export_gguf(pruned(tmp_path / "g", "ghost"), tmp_path / "g.gguf")

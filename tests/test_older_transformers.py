@@ -29,8 +29,21 @@ def test_llama_is_written_with_rope_theta_and_a_known_tokenizer(tmp_path, recove
     assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
     loaded = AutoTokenizer.from_pretrained(folder)
     text = "a layer of a map"
-    assert loaded(text)["input_ids"] == tiny_tokenizer()(text)["input_ids"]
+    assert dict(loaded(text)) == dict(tiny_tokenizer()(text))
+    assert tokenizer["model_input_names"] == list(tiny_tokenizer()(text))  # 4 adds a third
     assert AutoConfig.from_pretrained(folder).rope_parameters["rope_theta"] == 123.0
+
+
+def test_inputs_that_a_tokenizer_names_itself_are_kept(tmp_path):
+    names = ["input_ids", "token_type_ids"]
+    tiny_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_input_names": names}))
+    config = tiny_config("llama")
+    config.save_pretrained(tmp_path)
+    write_older_keys(tmp_path, config)
+    assert json.loads(path.read_text())["model_input_names"] == names
+    assert set(AutoTokenizer.from_pretrained(tmp_path)("a")) == set(names)
 
 
 @pytest.mark.parametrize(

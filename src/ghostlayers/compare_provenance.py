@@ -44,16 +44,17 @@ def run_line(
         versions=versions(),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         settings=plain(config.to_dict()),
-        machine=_machine(),
+        machine=machine(),
         title=run.title,
         expected=plain(run.expected),
         planned=None if run.planned is None else {**run.planned, "smoke": bool(args.smoke)},
-        commit=_commit(),
+        commit=commit(),
         command=list(args.command_line),
     )
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """Return the processor, the GPU (None without) and the number of threads."""
     import torch
 
     cpu = platform.processor() or platform.machine()
@@ -65,7 +66,7 @@ def _machine() -> dict[str, Any]:
     return {"cpu": cpu, "gpu": gpu, "threads": torch.get_num_threads()}
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Return the commit of the source tree that this package runs from; None if installed."""
     here = Path(__file__).resolve().parent
     asked = ["git", "-C", str(here), "rev-parse", "--show-toplevel", "HEAD"]
@@ -73,8 +74,8 @@ def _commit() -> str | None:
         found = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None  # no git, or no repository
-    top, commit = found.stdout.split("\n")[:2]
-    return commit if Path(top) / "src" / here.name == here else None
+    top, head = found.stdout.split("\n")[:2]
+    return head if Path(top) / "src" / here.name == here else None
 
 
-__all__ = ["run_line"]
+__all__ = ["commit", "machine", "run_line"]

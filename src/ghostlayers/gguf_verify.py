@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,19 @@ def verify_gguf(file: Path, checkpoint: Path, python: Path) -> dict[str, Any]:
     return {"prompts": len(PROMPTS), "new_tokens": NEW_TOKENS, "texts": found}
 
 
-def llama_cpp_texts(file: Path, python: Path) -> list[str]:
-    """Generate with llama.cpp.
+def llama_cpp_texts(file: Path, python: Path, prompts: Sequence[str] = PROMPTS) -> list[str]:
+    """Generate with llama.cpp, greedily.
 
     Raises:
         CheckpointError: If it fails.
     """
     with tempfile.TemporaryDirectory() as work:
         request, answer = Path(work) / "request.json", Path(work) / "answer.json"
-        job: dict[str, Any] = {"model": str(file), "prompts": PROMPTS, "num_tokens": NEW_TOKENS}
+        job: dict[str, Any] = {
+            "model": str(file),
+            "prompts": list(prompts),
+            "num_tokens": NEW_TOKENS,
+        }
         job["threads"] = torch.get_num_threads()
         request.write_text(json.dumps(job))
         try:
@@ -80,7 +85,7 @@ def _reason(stderr: str) -> str:
     return last_line(errors[0] if errors else stderr)
 
 
-def transformers_texts(checkpoint: Path) -> list[str]:
+def transformers_texts(checkpoint: Path, prompts: Sequence[str] = PROMPTS) -> list[str]:
     """Generate with transformers, float32, greedily whatever the checkpoint's own settings."""
     from transformers import GenerationConfig
 
@@ -92,7 +97,7 @@ def transformers_texts(checkpoint: Path) -> list[str]:
     )
     model.generation_config = settings
     texts = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         inputs = tokenizer(prompt, return_tensors="pt")
         prompt_ids = inputs["input_ids"]
         generated: Any = model.generate(  # type: ignore[operator]

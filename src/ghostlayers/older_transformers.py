@@ -1,7 +1,8 @@
 """Let transformers 4 read what transformers 5 wrote: the same values under the old keys too.
 
 Release 4.57 rotates with the base 10000 where `rope_theta` is missing, without a word, and does not
-know the tokenizer class `TokenizersBackend`.
+know the tokenizer class `TokenizersBackend`; the class that it knows gives `token_type_ids` too,
+which `generate` refuses, unless the config says what the model takes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from .modeling_ghostlayers import older_keys
 
 # The name under which both major releases load a tokenizer.json as it is.
 TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
+# What release 5 gives where nothing is said.
+MODEL_INPUTS = ("input_ids", "attention_mask")
 
 
 def write_older_keys(folder: Path, config: Any, *, name: str = "config.json") -> None:
@@ -40,7 +43,9 @@ def _add_to_config(values: dict[str, Any], config: Any) -> None:
 
 def _older_tokenizer(values: dict[str, Any]) -> None:
     name = values.get("tokenizer_class")
-    values["tokenizer_class"] = TOKENIZER_CLASSES.get(str(name), name)
+    if name in TOKENIZER_CLASSES:
+        values["tokenizer_class"] = TOKENIZER_CLASSES[name]
+        values.setdefault("model_input_names", list(MODEL_INPUTS))
     if isinstance(values.get("extra_special_tokens"), list):  # 4 wants names for these
         values["additional_special_tokens"] = values.pop("extra_special_tokens")
 
