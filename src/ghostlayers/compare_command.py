@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -21,7 +21,10 @@ from .flags import add_placement_flags, metavar
 from .records import versions
 
 if TYPE_CHECKING:
-    from .compare_results import CompareResults
+    from transformers import PreTrainedModel
+
+    from .calibration import Windows
+    from .compare_results import CompareResults, ResultsFile
     from .placement import Placement
     from .speed_results import SpeedSettings
     from .tasks import LoadedTasks
@@ -199,12 +202,9 @@ class _Prepared:
         """Load the model, measure, print and write the tables."""
         from .compare import Comparison
         from .compare_evaluator import Evaluator
-        from .compare_growth import check_continues
-        from .compare_provenance import run_line
         from .compare_results import ResultsFile
         from .compare_scoring import TextScorer, scoring_windows
         from .compare_tables import tables, write_tables
-        from .fingerprint import fingerprint
         from .loading import load_model, load_tokenizer
 
         config, shared = self.config, self.config.prune_config(num_remove=1)
@@ -223,10 +223,7 @@ class _Prepared:
                     batch_size=config.batch_size,
                     max_bytes=config.memory("states_memory"),
                 )
-        if file.results.run is None or check_continues(
-            file.results, config.to_dict(), fingerprint(model), VOLATILE_FIELDS, self.folder
-        ):
-            file.start(run_line(self.run, config, self.source, model, self.args))
+        self._begin(file, model, windows or {})
         evaluator = Evaluator(config, tokenizer, texts, self.tasks, self.speed)
         comparison = Comparison(
             model, tokenizer, config, file, evaluator, source=self.source, say=_say
@@ -240,6 +237,25 @@ class _Prepared:
             asked = refused + len(results.measured)
             print(f"{refused} of {asked} cells were refused; results.jsonl says why")
         return results, self.folder
+
+    def _begin(
+        self, file: ResultsFile, model: PreTrainedModel, windows: Mapping[str, Windows]
+    ) -> None:
+        """Check that this run continues what is there; store what it is where that is new."""
+        from .compare_growth import check_continues, check_scored, grown_line
+        from .compare_provenance import run_line
+
+        line, before = run_line(self.run, self.config, self.source, model, self.args), None
+        if file.results.run is not None:
+            before, settings = file.results.run, self.config.to_dict()
+            grows = check_continues(
+                file.results, settings, line.model, VOLATILE_FIELDS, self.folder
+            )
+            hashes = {name: each.ids_sha256 for name, each in windows.items()}
+            check_scored(file.results, hashes, self.folder)
+            if not grows and before.versions == line.versions:
+                return
+        file.start(grown_line(line, before))
 
 
 def _say(line: str) -> None:
