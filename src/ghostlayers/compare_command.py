@@ -99,7 +99,8 @@ def run_compare(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str
     value: dict[str, Any] = {"results": summaries, "versions": versions()}
     reasons = [reason for results, _ in found for reason in results.refusals]
     if reasons and not any(results.measured for results, _ in found):
-        raise RefusedError(f"all {len(reasons)} cells were refused, the first: {reasons[0]}", value)
+        what = f"all {len(reasons)} cuts or cells were refused, the first: {reasons[0]}"
+        raise RefusedError(what, value)
     return value
 
 
@@ -235,7 +236,7 @@ class _Prepared:
         print(f"\nwritten to {self.folder}")
         if refused := len(results.refusals):
             asked = refused + len(results.measured)
-            print(f"{refused} of {asked} cells were refused; results.jsonl says why")
+            print(f"{refused} of {asked} cuts or cells were refused; results.jsonl says why")
         return results, self.folder
 
     def _begin(
