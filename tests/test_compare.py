@@ -279,7 +279,7 @@ class TestRefusals:
         assert {cell.operator for cell in refused} == {"replaceme-lstsq"}
         assert all("norm" in cell.refused for cell in refused)
         assert {cell.operator for cell in cells if not cell.refused} == {"none", "ghost"}
-        line = f"{len(refused)} of {len(cells)} cells were refused; results.jsonl says why"
+        line = f"{len(refused)} of {len(cells)} cuts or cells were refused; results.jsonl says why"
         assert out.splitlines()[-1] == line
 
     def test_a_refused_cut(self, folder, run, tmp_path):
@@ -306,8 +306,8 @@ class TestRefusals:
         for _ in range(2):  # the second finds all of it stored
             status, out, err = run(*args, "--json", tmp_path / "all.json")
             last = err.splitlines()[-1]
-            assert status == 2 and f"error: all {count} cells were refused, the first: " in last
-            assert said in last and f"{count} of {count} cells were refused" in out
+            assert status == 2 and f"error: all {count} cuts or cells were refused, " in last
+            assert said in last and f"{count} of {count} cuts or cells were refused" in out
             [summary] = json.loads((tmp_path / "all.json").read_text())["results"]
             assert summary["refused"] == count
             assert len(read_results(tmp_path / "o").refusals) == count

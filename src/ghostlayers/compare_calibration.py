@@ -18,6 +18,7 @@ import torch
 from . import distributed
 from .calibration import Windows
 from .compare_config import CompareConfig, short_names
+from .compare_growth import check_same_tokens
 from .compare_lock import SCORES_FOLDER
 from .compare_results import CalibrationLine, ResultsFile
 from .decoder import decoder_layers
@@ -72,7 +73,8 @@ def measure_calibrations(
     """Make the windows of every calibration and measure them; store a line for each.
 
     Raises:
-        CalibrationError: If a text is missing or too short, or a state is not finite.
+        CalibrationError: If a text is missing or too short, or gives other tokens than those of a
+            stored line, or a state is not finite.
     """
     names = short_names(config.calibration)
     known: dict[tuple[str, int], Scores] = {}
@@ -81,7 +83,13 @@ def measure_calibrations(
         kept = {n: _stored(file, name, n, model) for n in config.num_windows}
         known |= {(name, n): scores for n, scores in kept.items() if scores is not None}
         missing = [n for n in sorted(config.num_windows) if kept[n] is None]
-        made[name] = {n: _windows(model, tokenizer, config, source, n, progress) for n in missing}
+        read = sorted(config.num_windows) if _read_again(source, missing) else missing
+        own = {n: _windows(model, tokenizer, config, source, n, progress) for n in read}
+        for line in file.results.calibrations:
+            if line.name == name and line.num_windows in own:
+                now = own[line.num_windows].ids_sha256
+                check_same_tokens(name, line.hash, now, file.path.parent)
+        made[name] = {n: own[n] for n in missing}
     found = []
     for source, name in names.items():
         new = _measure(model, config, file, source, name, made[name], progress)
@@ -89,6 +97,15 @@ def measure_calibrations(
             scores = new[n] if n in new else known[name, n]
             found.append(Calibration(name, source, n, scores.windows, scores.measured))
     return found
+
+
+def _read_again(source: str, missing: Sequence[int]) -> bool:
+    """Whether a text is read also for numbers of windows whose scores are stored, to compare it.
+
+    A file always is; a dataset of the Hub only where some of it is read anyway, and what the model
+    sampled, which the model and the seed decide, never.
+    """
+    return source != "self" and (bool(missing) or Path(source).is_file())
 
 
 def scores_path(file: ResultsFile, name: str, num_windows: int) -> Path:

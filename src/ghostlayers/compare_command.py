@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -21,7 +21,10 @@ from .flags import add_placement_flags, metavar
 from .records import versions
 
 if TYPE_CHECKING:
-    from .compare_results import CompareResults
+    from transformers import PreTrainedModel
+
+    from .calibration import Windows
+    from .compare_results import CompareResults, ResultsFile
     from .placement import Placement
     from .speed_results import SpeedSettings
     from .tasks import LoadedTasks
@@ -96,7 +99,8 @@ def run_compare(args: argparse.Namespace, _settings: dict[str, Any]) -> dict[str
     value: dict[str, Any] = {"results": summaries, "versions": versions()}
     reasons = [reason for results, _ in found for reason in results.refusals]
     if reasons and not any(results.measured for results, _ in found):
-        raise RefusedError(f"all {len(reasons)} cells were refused, the first: {reasons[0]}", value)
+        what = f"all {len(reasons)} cuts or cells were refused, the first: {reasons[0]}"
+        raise RefusedError(what, value)
     return value
 
 
@@ -199,12 +203,9 @@ class _Prepared:
         """Load the model, measure, print and write the tables."""
         from .compare import Comparison
         from .compare_evaluator import Evaluator
-        from .compare_growth import check_continues
-        from .compare_provenance import run_line
         from .compare_results import ResultsFile
         from .compare_scoring import TextScorer, scoring_windows
         from .compare_tables import tables, write_tables
-        from .fingerprint import fingerprint
         from .loading import load_model, load_tokenizer
 
         config, shared = self.config, self.config.prune_config(num_remove=1)
@@ -223,10 +224,7 @@ class _Prepared:
                     batch_size=config.batch_size,
                     max_bytes=config.memory("states_memory"),
                 )
-        if file.results.run is None or check_continues(
-            file.results, config.to_dict(), fingerprint(model), VOLATILE_FIELDS, self.folder
-        ):
-            file.start(run_line(self.run, config, self.source, model, self.args))
+        self._begin(file, model, windows or {})
         evaluator = Evaluator(config, tokenizer, texts, self.tasks, self.speed)
         comparison = Comparison(
             model, tokenizer, config, file, evaluator, source=self.source, say=_say
@@ -238,8 +236,27 @@ class _Prepared:
         print(f"\nwritten to {self.folder}")
         if refused := len(results.refusals):
             asked = refused + len(results.measured)
-            print(f"{refused} of {asked} cells were refused; results.jsonl says why")
+            print(f"{refused} of {asked} cuts or cells were refused; results.jsonl says why")
         return results, self.folder
+
+    def _begin(
+        self, file: ResultsFile, model: PreTrainedModel, windows: Mapping[str, Windows]
+    ) -> None:
+        """Check that this run continues what is there; store what it is where that is new."""
+        from .compare_growth import check_continues, check_scored, grown_line
+        from .compare_provenance import run_line
+
+        line, before = run_line(self.run, self.config, self.source, model, self.args), None
+        if file.results.run is not None:
+            before, settings = file.results.run, self.config.to_dict()
+            grows = check_continues(
+                file.results, settings, line.model, VOLATILE_FIELDS, self.folder
+            )
+            hashes = {name: each.ids_sha256 for name, each in windows.items()}
+            check_scored(file.results, hashes, self.folder)
+            if not grows and before.versions == line.versions:
+                return
+        file.start(grown_line(line, before))
 
 
 def _say(line: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True)
 class RunLine:
-    """What is compared; the first line.
+    """What is compared; the first line, and one more where the grid or a release changed.
 
     Attributes:
         model: `name`, `architecture`, `num_layers`, `hidden_size`, `parameters`, `dtype`, and

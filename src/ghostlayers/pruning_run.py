@@ -49,9 +49,10 @@ class PruningRun:
         """What the user should know of a model that no sweep has read."""
         if self.finite:
             return ()
+        dtype = str(self.model.dtype).removeprefix("torch.")
         return (
-            f"the logits of the pruned model are not finite in {self.model.dtype}: check the "
-            "weights of the layers that stay",
+            f"the logits of the pruned model are not finite in {dtype}: check the weights of the "
+            "layers that stay",
         )
 
     def cut_(self, plan: PruningPlan) -> None:

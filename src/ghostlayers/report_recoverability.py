@@ -85,22 +85,7 @@ def _heat_map(
             "colorbar": {**bar, "title": {"text": title, "side": "bottom"}},
         }
     ]
-    best = best_cuts(errors)
-    data.append(
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "x": list(best.values()),
-            "y": list(best),
-            "marker": {
-                "symbol": BEST.symbol,
-                "size": 8,
-                "color": BEST.color,
-                "line": {"color": "#ffffff", "width": 1},
-            },
-            "hoverinfo": "skip",
-        }
-    )
+    data.append(_best_marks(errors))
     ticks = {"dtick": 5 if depth > 12 else 1, "tick0": 0, "showgrid": False}
     layout = {
         "xaxis": axis("first layer removed", range=[-0.5, depth - 0.5], **ticks),
@@ -113,6 +98,19 @@ def _heat_map(
         f"to {known[-1]:.1f}; the least error after repair is that of {_named(*least[:2])}."
     )
     return Panel(spec(data, layout, 400), alt, unit[0].upper() + unit[1:] + where)
+
+
+def _best_marks(errors: CutErrors) -> dict[str, Any]:
+    """Return the marks of the least error after repair, one for each number of layers."""
+    best, outline = best_cuts(errors), {"color": "#ffffff", "width": 1}
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "x": list(best.values()),
+        "y": list(best),
+        "marker": {"symbol": BEST.symbol, "size": 8, "color": BEST.color, "line": outline},
+        "hoverinfo": "skip",
+    }
 
 
 def _frames(depth: int, removed: Sequence[int], known: set[tuple[int, int]]) -> list[Any]:

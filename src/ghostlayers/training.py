@@ -265,7 +265,7 @@ class Training:
             part.replace(self.state_file)
         except (OSError, RuntimeError) as error:  # the latter is torch's word for a full disk
             part.unlink(missing_ok=True)
-            reason = str(error).strip().splitlines()[0]
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
                 f"the state of the training cannot be written to {str(part.parent)!r} ({reason}). "
                 "Free some space and start again: it goes on from the last state."
