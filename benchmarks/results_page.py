@@ -46,7 +46,7 @@ def section(results: CompareResults) -> str:
             f"- commit: {each.commit or 'not known'}; {each.created}; {_versions(each.versions)}"
             for each in results.runs
         ),
-        f"- machine: {machine['gpu'] or machine['cpu']}, {machine['threads']} threads",
+        f"- machine: {machine['gpu'] or machine['cpu']}, threads: {machine['threads']}",
     ]
     for line in results.calibrations:
         lines.append(
