@@ -67,6 +67,15 @@ DRAWN = f"{PLOTS}.map(p => !!p.querySelector('svg.main-svg'))"
 NUM_PLOTS = 17
 
 
+def wait_until(page, expression):
+    """Wait up to 10 s. Playwright's own wait needs `eval`, which the page's policy forbids."""
+    for _ in range(200):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"never true: {expression}")
+
+
 def opened(browser, report, screen, script=None, scroll=True):
     width, height, scheme = SCREENS[screen]
     page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
@@ -79,7 +88,7 @@ def opened(browser, report, screen, script=None, scroll=True):
     page.goto(report.as_uri())
     if scroll:
         page.evaluate(SCROLL)
-        page.wait_for_function(f"{COUNT} === {NUM_PLOTS}")
+        wait_until(page, f"{COUNT} === {NUM_PLOTS}")
     return page, said, asked
 
 
@@ -123,10 +132,7 @@ def test_a_change_of_colour_scheme_paints_the_plots_again(browser, report):
     page, said, _ = opened(browser, report, "desktop")
     before = min(page.evaluate(CONTRAST))
     page.emulate_media(color_scheme="dark")
-    for _ in range(50):  # the page is told later than this returns
-        page.wait_for_timeout(100)
-        if min(page.evaluate(CONTRAST)) >= 4.5:
-            break
+    wait_until(page, f"Math.min(...({CONTRAST})()) >= 4.5")  # the page is told later
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == "rgb(19, 21, 23)"
     assert min(before, *page.evaluate(CONTRAST)) >= 4.5 and said == []
@@ -135,12 +141,12 @@ def test_a_change_of_colour_scheme_paints_the_plots_again(browser, report):
 
 def test_a_plot_is_drawn_when_it_comes_near(browser, report):
     page, said, _ = opened(browser, report, "phone", scroll=False)
-    page.wait_for_function(f"{COUNT} > 0")
+    wait_until(page, f"{COUNT} > 0")
     drawn = page.evaluate(DRAWN)
     assert drawn[0] and not drawn[-1] and drawn == sorted(drawn, reverse=True)
     height = page.evaluate("document.documentElement.scrollHeight")
     page.evaluate(f"{PLOTS}.at(-1).scrollIntoView({{ behavior: 'instant' }})")
-    page.wait_for_function(f"{DRAWN}.at(-1)")
+    wait_until(page, f"{DRAWN}.at(-1)")
     assert not all(page.evaluate(DRAWN))  # those between were never near
     assert page.evaluate("document.documentElement.scrollHeight") == height
     assert said == []
