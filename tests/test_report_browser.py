@@ -87,7 +87,10 @@ def opened(browser, report, screen, script=None, scroll=True):
     page.on("request", lambda request: asked.append(request.url))
     page.goto(report.as_uri())
     if scroll:
-        page.evaluate(SCROLL)
+        for _ in range(10):  # a busy machine scrolls past plots before they are drawn
+            page.evaluate(SCROLL)
+            if page.evaluate(COUNT) == NUM_PLOTS:
+                break
         wait_until(page, f"{COUNT} === {NUM_PLOTS}")
     return page, said, asked
 
