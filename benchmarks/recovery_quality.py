@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 import ghostlayers as gl
-from ghostlayers.guard import first_changed_layer, guard_scorer, judge_repairs
+from ghostlayers.guard import first_changed_layer, judge_repairs
+from ghostlayers.guard_text import guard_scorer
 from ghostlayers.loading import load_model, load_tokenizer, locate
 from ghostlayers.pipeline import allowed_layers
 from ghostlayers.plan import Boundary, PruningPlan, format_layers
@@ -251,7 +252,7 @@ class Bench:
                 repaired=repaired,
             )
             scorer.states.clear()
-            guard.states.clear()
+            guard.forget()
 
     def _by_text(self, losses: list[float]) -> dict[str, float]:
         parts = iter(losses)

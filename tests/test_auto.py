@@ -14,7 +14,7 @@ from ghostlayers import search
 from ghostlayers.candidates import best_blocks, eigengap_clusters, starting_candidates, swaps
 from ghostlayers.decoder import decoder_layers
 from ghostlayers.evaluation import window_losses
-from ghostlayers.guard import guard_windows
+from ghostlayers.guard_text import guard_windows
 from ghostlayers.moments import held_out_windows
 from ghostlayers.selectors import SELECTORS, SelectionContext
 from ghostlayers.similarity import Similarity

@@ -16,7 +16,7 @@ from ghostlayers.budget_values import format_quantity, parse_quantity
 from ghostlayers.budgets import SizeBudget
 from ghostlayers.decoder import decoder_layers
 from ghostlayers.evaluation import window_losses
-from ghostlayers.guard import guard_windows
+from ghostlayers.guard_text import guard_windows
 from ghostlayers.model_sizes import ModelSizes, byte_sizes, parameter_sizes, structure
 from ghostlayers.moments import held_out_windows
 from oracles import logits, random_ids, tiny_model

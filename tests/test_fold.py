@@ -414,6 +414,9 @@ class Ladder:
             def suffix(self, pruned, _plan, _start):
                 return pruned
 
+            def written(self):
+                return self
+
         monkeypatch.setattr(guard, "_Trial", Trial)
         ids, ladders = random_ids(16, 8), {boundary: ladder}
         verdict = guard.judge_repairs("dense", "pruned", plan, ladders, ids, scorer=Scorer())

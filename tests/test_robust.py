@@ -10,6 +10,7 @@ import torch
 
 import ghostlayers as gl
 from ghostlayers import guard
+from ghostlayers.guard_text import guard_windows
 from ghostlayers.moments import MomentAccumulator, RobustMoments, SplitMoments, held_out_windows
 from ghostlayers.operators import OperatorFit
 from ghostlayers.operators.ghost_robust import RIDGES, choose_ridge, fit_ghost_robust
@@ -309,16 +310,16 @@ def test_gain_is_paired():
 
 def test_guard_windows_are_held_out():
     ids = torch.arange(128)[:, None].expand(128, 4)
-    found = guard.guard_windows(ids)[:, 0].tolist()
+    found = guard_windows(ids)[:, 0].tolist()
     assert len(found) == 8
     assert set(found) <= set(held_out_windows(128))
-    assert guard.guard_windows(ids[:5])[:, 0].tolist() == [3]
+    assert guard_windows(ids[:5])[:, 0].tolist() == [3]
 
 
 class Judged:
     """Guard with planted losses: each operator lowers the loss by what `gains` says."""
 
-    def __init__(self, monkeypatch, gains, *, dense=2.0, none=4.0, windows=16):
+    def __init__(self, monkeypatch, gains, *, dense=2.0, none=4.0, windows=16, written=None):
         self.plan = PruningPlan(12, (1, 4, 7))
         self.fits = {
             boundary: (OperatorFit("ghost-robust", {}, {}, fit_part={"m": torch.zeros(2, 2)}),)
@@ -327,11 +328,14 @@ class Judged:
         noise = [0.1, -0.1, 0.05, -0.05]
 
         class Trial:
-            def __init__(self, *_):
+            def __init__(self, scorer, _bare):
                 self.none = [none + n for n in noise]
+                self.written = scorer.ids is Written.ids
 
             def losses(self, choice):
                 gained = sum(gains[boundary.start] for boundary in choice)
+                if self.written:
+                    gained = written if written is not None else gained
                 return [none - gained + n / 10 for n in noise] if choice else self.none
 
         class Scorer:
@@ -342,6 +346,12 @@ class Judged:
 
             def suffix(self, pruned, _plan, _start):
                 return pruned
+
+            def written(self):
+                return Written()
+
+        class Written(Scorer):
+            ids = random_ids(4, 6)
 
         monkeypatch.setattr(guard, "_Trial", Trial)
         ids = random_ids(windows, 8)
@@ -366,6 +376,18 @@ def test_guard_wants_a_quarter_of_the_damage_back(monkeypatch):
     assert Judged(monkeypatch, {1: 0.2, 4: 0.2, 7: 0.2}).kept == [1, 4, 7]
     assert Judged(monkeypatch, {1: 0.2, 4: 0.2, 7: 0.2}, none=2.0).kept == []  # no damage
     assert Judged(monkeypatch, {1: math.nan, 4: 0.9, 7: 0.9}, windows=3).kept == [1, 4, 7]
+
+
+def test_a_repair_must_help_on_text_that_the_dense_model_writes(monkeypatch):
+    """What a few documents teach may hold for them alone: the log's Gemma layer 12."""
+    gains = {1: 0.5, 4: 0.5, 7: 0.5}
+    judged = Judged(monkeypatch, gains, written=-0.01)
+    assert judged.kept == []
+    text = judged.verdict.record["written_text"]
+    assert (text["kept"], text["windows"], text["window"]) == (False, 4, 6)
+    assert text["gain"] == pytest.approx(-0.01)
+    assert "128 calibration tokens helps on that text alone" in judged.verdict.warnings[0]
+    assert Judged(monkeypatch, gains, written=0.01).kept == [1, 4, 7]
 
 
 @pytest.fixture(scope="module")

@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import trange
 
 from . import distributed
-from .decoder import decoder_layers, input_device, input_embeddings, text_config
+from .decoder import input_device, input_embeddings, text_config
 from .errors import CalibrationError
-from .sweep import capture, check_finite
+from .sampling import sample_ids
 from .text_sources import HubText, parse_source, read_table, read_text
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DEFAULT_WINDOW = 2048
 # Text is read until it has this many characters for each token wanted; more is read on demand.
@@ -226,49 +224,18 @@ def sampled_windows(
     Raises:
         CalibrationError: If a hidden state is not finite; the layer and the dtype are named.
     """
-    from transformers import GenerationConfig
-
-    eos = model.generation_config.eos_token_id
-    settings = GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        min_new_tokens=window - 1,
-        max_new_tokens=window - 1,
-        eos_token_id=eos,
-        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+    ids = sample_ids(
+        model,
+        partial(_prompts, model, tokenizer),
+        num_windows=num_windows,
+        window=window,
+        pad=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+        seed=seed,
+        batch_size=batch_size,
+        progress=progress,
     )
-    bar = {"desc": "sampling", "disable": None if progress else True}
-    layers, rows = decoder_layers(model), []
-    with (
-        _generating(model, settings, seed),
-        capture(layers, range(len(layers) + 1), check_finite),
-    ):
-        for first in trange(0, num_windows, batch_size, **bar):
-            prompt = _prompts(model, tokenizer, min(batch_size, num_windows - first))
-            mask = torch.ones_like(prompt)
-            rows.append(model.generate(input_ids=prompt, attention_mask=mask).cpu())  # type: ignore[operator]
-    ids = torch.cat(rows)
     details = {"sampler_seed": seed}
     return Windows(ids, "self", adds_bos(tokenizer), requested=num_windows, details=details)
-
-
-@contextmanager
-def _generating(model: PreTrainedModel, settings: GenerationConfig, seed: int) -> Iterator[None]:
-    """Generate by these settings alone; the model and the global random state stay as they were."""
-    device, training = input_device(model), model.training
-    own = model.generation_config
-    model.generation_config = settings  # those passed to `generate` are merged with the model's
-    model.eval()
-    try:
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
-            torch.manual_seed(seed)
-            yield
-    finally:
-        model.generation_config = own
-        model.train(training)
 
 
 def _prompts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int) -> Tensor:

@@ -15,7 +15,7 @@ from .compare_results import CellLine, DenseLine
 from .compare_scoring import compared
 from .decoder import share_tensors, text_config
 from .fold_plan import plan_folds
-from .guard import guard_scorer
+from .guard_text import GuardScorer, guard_scorer
 from .model_checks import check_attachable
 from .model_selection import change_layers_
 from .operators import (
@@ -28,7 +28,7 @@ from .operators import (
 )
 from .recovered import Recovery, finish_
 from .recovery import recover_
-from .suffix import SuffixScorer, first_state
+from .suffix import first_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -111,7 +111,7 @@ class Repairer:
     ) -> None:
         self.model, self.config, self.calibration = model, config, calibration
         self.progress = progress
-        self.guard: SuffixScorer | None = None
+        self.guard: GuardScorer | None = None
 
     def settings(self, job: Job) -> Any:
         """Return the settings with which `prune` would make the cell."""
@@ -189,9 +189,9 @@ class Repairer:
     def forget(self) -> None:
         """Free the guard's states."""
         if self.guard is not None:
-            self.guard.states.clear()
+            self.guard.forget()
 
-    def _guard(self) -> SuffixScorer:
+    def _guard(self) -> GuardScorer:
         if self.guard is None:
             self.guard = guard_scorer(
                 self.model,

@@ -6,6 +6,9 @@ corpus to another is a gain that is a large part of the damage and well above it
 
 The candidates of a boundary form a ladder, the most complex one first. Below the last stands
 nothing at all.
+
+Held-out windows are of the calibration text, and few windows are of few documents: a repair can
+learn their subject. So what stays must also lower the loss on text that the dense model writes.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .decoder import share_tensors
-from .moments import held_out_windows
+from .guard_text import GuardScorer, guard_scorer
 from .operators import NO_OPERATOR, OperatorFit
 from .plan import Boundary, PruningPlan
 from .repairs import apply_repairs_, is_tested, without_held_out
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MIN_WINDOWS = 4
-GUARD_WINDOWS = 8
 # Share of the lost nats that the operators must win back, and standard errors of their mean gain.
 MIN_RECOVERED = 0.25
 MIN_ERRORS = 2.0
@@ -97,23 +99,6 @@ class Verdict:
         return tuple(self.chosen)
 
 
-def guard_windows(ids: torch.Tensor) -> torch.Tensor:
-    """Take up to `GUARD_WINDOWS` of the held-out windows, evenly spread; (n, T)."""
-    held_out = held_out_windows(len(ids))
-    step = max(1, len(held_out) // GUARD_WINDOWS)
-    return ids[held_out[::step][:GUARD_WINDOWS]]
-
-
-def guard_scorer(
-    dense: PreTrainedModel, ids: torch.Tensor, *, batch_size: int = 1, progress: bool = True
-) -> SuffixScorer:
-    """Return what scores models on the held-out windows of (n, T) calibration windows."""
-    held_out = guard_windows(ids)
-    return SuffixScorer(
-        dense, held_out, batch_size=batch_size, description="guard", progress=progress
-    )
-
-
 def first_changed_layer(plan: PruningPlan, ladders: Ladders) -> int:
     """Return the first layer of the dense model that a cut or one of its repairs changes."""
     folded = [
@@ -149,7 +134,7 @@ def judge_repairs(
     ids: torch.Tensor,
     *,
     batch_size: int = 1,
-    scorer: SuffixScorer | None = None,
+    scorer: GuardScorer | None = None,
     progress: bool = True,
 ) -> Verdict:
     """Decide which repairs stay.
@@ -157,7 +142,8 @@ def judge_repairs(
     The most complex repair of every boundary is in the pruned model at first. From the output side
     on each boundary goes down its ladder: the simpler repair replaces the present one unless this
     gains more than one standard error over it (two over none). What is left must win back a quarter
-    of the nats that the cut loses, again by more than two standard errors; or all go.
+    of the nats that the cut loses, again by more than two standard errors, and something on text
+    that the dense model writes; or all go.
 
     Args:
         dense: The dense model.
@@ -188,6 +174,9 @@ def judge_repairs(
     share = _share(whole, damage)
     if share < MIN_RECOVERED or not whole.is_sure:
         chosen = {}
+    written = _on_written_text(scorer, pruned, plan, start, chosen)
+    if not written.get("kept", True):
+        chosen = {}
     for boundary, entry in boundaries.items():
         entry["kept"] = boundary in chosen
         entry["chosen"] = chosen[boundary].name if boundary in chosen else NO_OPERATOR
@@ -201,9 +190,38 @@ def judge_repairs(
         "gain": whole.mean,
         "gain_standard_error": whole.error,
         **REQUIRED,
+        "written_text": written,
     }
-    warnings = _dropped(ladders, chosen, _share(gain(none, tried), damage))
+    share = _share(gain(none, tried), damage)
+    warnings = _dropped(ladders, chosen, share, written, int(ids.numel()))
     return Verdict(chosen, boundaries, record, warnings)
+
+
+def _on_written_text(
+    scorer: GuardScorer,
+    pruned: PreTrainedModel,
+    plan: PruningPlan,
+    start: int,
+    chosen: Mapping[Boundary, OperatorFit],
+) -> dict[str, Any]:
+    """Compare repairs with none on text that the dense model writes; JSON values."""
+    if not chosen:
+        return {"skipped": "no repair is left"}
+    probe = scorer.written()
+    if probe is None:
+        return {"skipped": "a weight of the model is offloaded"}
+    trial = _Trial(probe, probe.suffix(pruned, plan, start))
+    repaired = trial.losses(chosen)
+    own = gain(trial.none, repaired)
+    return {
+        "windows": len(probe.ids),
+        "window": probe.ids.shape[1],
+        "loss_none": _mean(trial.none),
+        "loss_chosen": _mean(repaired),
+        "gain": own.mean,
+        "gain_standard_error": own.error,
+        "kept": own.mean > 0,
+    }
 
 
 def _untested(first: Mapping[Boundary, OperatorFit], num_windows: int) -> Verdict:
@@ -260,11 +278,21 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _dropped(
-    ladders: Ladders, chosen: Mapping[Boundary, OperatorFit], share: float
+    ladders: Ladders,
+    chosen: Mapping[Boundary, OperatorFit],
+    share: float,
+    written: Mapping[str, Any],
+    tokens: int,
 ) -> tuple[str, ...]:
     gone = [str(boundary) for boundary in ladders if boundary not in chosen]
     if not gone:
         return ()
+    if not written.get("kept", True):
+        return (
+            f"no repair at {', '.join(gone)}: what was fitted on {tokens} calibration tokens helps "
+            "on that text alone, not on text that the dense model writes. Use more windows of more "
+            "documents; `recover` ghost attaches operators without this test.",
+        )
     return (
         f"no repair at {', '.join(gone)}: on held-out windows the gain is too small or too "
         f"uncertain (all repairs together win back {100 * share:.0f} % of what the cut loses). "

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from .decoder import num_decoder_layers, share_tensors
 from .errors import CalibrationError, PlanError, UnsupportedModelError
-from .guard import MIN_WINDOWS, first_changed_layer, guard_scorer
+from .guard import MIN_WINDOWS, first_changed_layer
+from .guard_text import GuardScorer, guard_scorer
 from .operators import NO_OPERATOR
 from .recovered import Recovery
 from .recovery import recover_
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
     from .config import PruneConfig
     from .selection import Selection
-    from .suffix import SuffixScorer
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def search_num_remove(
 
 def _dense_scorer(
     model: PreTrainedModel, config: PruneConfig, ids: torch.Tensor, progress: bool
-) -> tuple[SuffixScorer, float]:
+) -> tuple[GuardScorer, float]:
     """Return what scores models on the held-out windows, and the dense model's mean loss there."""
     if len(ids) < MIN_WINDOWS:
         raise CalibrationError(
@@ -136,7 +136,7 @@ def _repaired(
     config: PruneConfig,
     ids: torch.Tensor,
     chosen: Selection,
-    scorer: SuffixScorer,
+    scorer: GuardScorer,
     progress: bool,
 ) -> tuple[PreTrainedModel, Recovery, float]:
     """Cut and repair; return the model, its repairs, and the loss of repairs that are not in it.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .config import PruneConfig
-    from .suffix import SuffixScorer
+    from .guard_text import GuardScorer
 
 Ladder = tuple[OperatorFit, ...]
 
@@ -66,7 +66,7 @@ def finish_(
     ladders: dict[Boundary, Ladder],
     *,
     warnings: tuple[str, ...] = (),
-    scorer: SuffixScorer | None = None,
+    scorer: GuardScorer | None = None,
     progress: bool = True,
 ) -> Recovery:
     """Refine and judge what was fitted, and put what stays into the pruned model, in place.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .config import PruneConfig
-    from .suffix import SuffixScorer
+    from .guard_text import GuardScorer
 
 
 def prepare_recovery(model: PreTrainedModel, plan: PruningPlan, config: PruneConfig) -> FoldPlan:
@@ -57,7 +57,7 @@ def recover_(
     massive: torch.Tensor | None = None,
     *,
     folds: FoldPlan | None = None,
-    scorer: SuffixScorer | None = None,
+    scorer: GuardScorer | None = None,
     progress: bool = True,
 ) -> Recovery:
     """Repair a pruned model in place.

@@ -3,7 +3,8 @@
 A closed form brings the hidden state behind a cut close to the dense one. What the model says
 weighs the directions of that state unequally, and a map of few numbers has to choose between them.
 Here the maps that a repair is made of, and nothing else, follow the Kullback-Leibler divergence
-from the dense model, over the windows that the guard does not hold out.
+from the dense model, over the windows that the guard does not hold out and, where these are few,
+over text that the dense model writes.
 
 With W the map's weight (I + M for an operator) and rms(W) the root mean square of its elements, the
 steps are those of Adam (Kingma and Ba, arXiv 1412.6980, algorithm 1) with the step length
@@ -24,24 +25,20 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from . import distributed
-from .decoder import decoder_layers, frozen_copy, input_device, input_embeddings, share_tensors
+from .decoder import decoder_layers, frozen_copy, input_device, share_tensors
 from .divergence import top_k_divergence
-from .guard import MIN_WINDOWS, first_changed_layer, guard_windows
-from .model_checks import evaluating
+from .guard import MIN_WINDOWS, first_changed_layer
 from .modeling_ghostlayers import GhostOperator
-from .moments import held_out_windows
 from .operators import REFINED, OperatorFit
 from .plan import Boundary, PruningPlan
+from .refinement_windows import RefinementWindows, refinement_scorers
 from .repairs import apply_repairs_, is_tested, with_change, without_held_out
-from .suffix import Suffix, SuffixScorer, fed
-from .sweep import batches_of
-from .teacher_logits import top_of
+from .suffix import Suffix, fed
 from .trained_maps import TrainedMap, recording, take_gradients_, take_weights_of_first_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TOP_K = 50
 # Length of a step at its peak, in root mean squares of the map's weight, and steps up to there.
 RATE = 7e-3
 WARMUP = 4
@@ -62,34 +59,6 @@ class Refined:
     ladders: Ladders
     record: dict[str, Any] | None
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Windows:
-    """Windows with what the dense model says on them.
-
-    Attributes:
-        ids: (B, T) batches.
-        log_probs: (B, T, K) each, float16.
-        tokens: (B, T, K) each, int32.
-        states: (B, T, C) each, what enters the first layer that runs; None if all of them run.
-    """
-
-    ids: list[Tensor]
-    log_probs: list[Tensor]
-    tokens: list[Tensor]
-    states: list[Tensor] | None
-
-    @classmethod
-    def of(cls, scorer: SuffixScorer, start: int) -> _Windows:
-        """Run the dense model once."""
-        model, size = scorer.model, scorer.batch_size
-        top_k = min(TOP_K, len(input_embeddings(model)))
-        with evaluating(model), scorer.keeping(model, [start]):
-            teacher = top_of(model, scorer.ids, top_k, size)
-        parts = (batches_of(part, size) for part in (scorer.ids, *teacher))
-        ids, log_probs, tokens = parts
-        return cls(ids, log_probs, tokens, scorer.states.get(start))
 
 
 @dataclass
@@ -125,7 +94,7 @@ class _Student:
         trained = TrainedMap.of(module, beside_identity=beside_identity)
         self.maps[boundary, name] = trained
 
-    def logits(self, windows: _Windows, index: int) -> Tensor:
+    def logits(self, windows: RefinementWindows, index: int) -> Tensor:
         """Return (B, T, V) of a batch; gradients reach the outputs of the maps."""
         model = self.suffix.model
         ids = windows.ids[index].to(input_device(model))
@@ -136,14 +105,14 @@ class _Student:
             result: Tensor = model(input_ids=ids, use_cache=False).logits
         return result
 
-    def divergence(self, windows: _Windows, index: int) -> tuple[Tensor, int]:
+    def divergence(self, windows: RefinementWindows, index: int) -> tuple[Tensor, int]:
         """Return Σ D over the positions of a batch, in nats, and their number."""
         logits = self.logits(windows, index)
         teacher = (part[index].to(logits.device) for part in (windows.log_probs, windows.tokens))
         return top_k_divergence(logits, *teacher).sum(), windows.ids[index].numel()
 
     @torch.no_grad()
-    def mean_divergence(self, windows: _Windows) -> float:
+    def mean_divergence(self, windows: RefinementWindows) -> float:
         """Return the mean of D over all positions, in nats."""
         parts = [self.divergence(windows, index) for index in range(len(windows.ids))]
         return math.fsum(float(total) for total, _ in parts) / sum(count for _, count in parts)
@@ -202,8 +171,13 @@ def refine_repairs(
         return Refined(ladders, {"steps": 0, "skipped": reason}, (f"not refined: {reason}.",))
     start = first_changed_layer(plan, ladders)
     with distributed.section(), distributed.alone():
-        scorers = _scorers(dense, ids, steps * batch_size, batch_size)
-        train, test = (_Windows.of(scorer, start) for scorer in scorers)
+        scorers, given = refinement_scorers(
+            dense, ids, steps * batch_size, batch_size, seed, progress
+        )
+        train, test = (
+            RefinementWindows.of(scorers[0], start, given),
+            RefinementWindows.of(scorers[1], start),
+        )
         student = _Student.of(scorers[1].suffix(pruned, plan, start), first)
         before = student.mean_divergence(test)
         losses = _follow(student, train, steps, seed, progress=progress)
@@ -211,7 +185,8 @@ def refine_repairs(
     take_weights_of_first_(list(student.maps.values()))
     record = {
         "steps": steps,
-        "windows": len(scorers[0].ids),
+        "windows": given,
+        "written_windows": len(scorers[0].ids) - given,
         "held_out_windows": len(scorers[1].ids),
         "held_out_divergence_before": before,
         "held_out_divergence_after": after if math.isfinite(after) else None,
@@ -238,27 +213,8 @@ def _obstacle(dense: PreTrainedModel, fits: Iterable[OperatorFit], ids: Tensor) 
     return None
 
 
-def _scorers(
-    dense: PreTrainedModel, ids: Tensor, count: int, batch_size: int
-) -> tuple[SuffixScorer, SuffixScorer]:
-    """Return what runs up to `count` windows to follow, and what runs those to test on."""
-    held_out = set(held_out_windows(len(ids)))
-    chosen = _spread([window for window in range(len(ids)) if window not in held_out], count)
-    follow, test = (
-        SuffixScorer(dense, part, batch_size=batch_size, progress=False)
-        for part in (ids[chosen], guard_windows(ids))
-    )
-    return follow, test
-
-
-def _spread(windows: list[int], count: int) -> list[int]:
-    """Take up to `count` of the windows, evenly spread."""
-    count = min(count, len(windows))
-    return [windows[index * len(windows) // count] for index in range(count)]
-
-
 def _follow(
-    student: _Student, windows: _Windows, steps: int, seed: int, *, progress: bool
+    student: _Student, windows: RefinementWindows, steps: int, seed: int, *, progress: bool
 ) -> list[float]:
     """Make the steps; return the mean divergence before each, cut short where one is not finite."""
     maps, losses = list(student.maps.values()), list[float]()
@@ -269,7 +225,9 @@ def _follow(
     bar = tqdm(total=steps, desc="refining", disable=None if progress else True, unit="step")
     with bar, recording(maps):
         while len(losses) < steps:
-            order = order or torch.randperm(len(windows.ids), generator=generator).tolist()
+            if not order:
+                shuffled = torch.randperm(len(windows.order), generator=generator).tolist()
+                order = [windows.order[index] for index in shuffled]
             total, count = student.divergence(windows, order.pop())
             loss = float(total.detach()) / count
             if not math.isfinite(loss):

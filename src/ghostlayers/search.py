@@ -23,7 +23,7 @@ from .candidates import Candidate, starting_candidates, swaps
 from .config import PruneConfig
 from .decoder import text_config
 from .errors import CalibrationError, UnsupportedModelError
-from .guard import guard_windows
+from .guard_text import guard_windows
 from .moments import HELD_OUT_EVERY
 from .operators import LINEARPATCH, NO_OPERATOR, ROBUST, OperatorFit
 from .plan import Boundary, PruningPlan

@@ -38,7 +38,7 @@ LINEARPATCH = ("linearpatch-diag", "linearpatch-rotate")
 ATTACHING = ("ghost", "ghost-robust", "ghost-norm", "fold+ghost", *LINEARPATCH)
 GUARDED = ("ghost-robust", "ghost-norm", "fold", "fold+ghost")
 # Steps by which a method is refined unless `refine` says otherwise.
-REFINED_STEPS = {"fold": 48, "fold+ghost": 48}
+REFINED_STEPS = {"fold": 96, "fold+ghost": 96}
 # Ends the name of a repair that was refined.
 REFINED = "-refined"
 # Methods that transform the MLP output of the layer before a cut; they are neither guarded nor
