@@ -160,18 +160,8 @@ def test_refusals(refuse, work, tmp_path):
 
 def test_command_line(work, run, tmp_path):
     status, printed, err = run(
-        *(
-            "prune",
-            work / "m",
-            "--layers",
-            "2,4-5",
-            "--rank",
-            4,
-            "--recover",
-            "ghost",
-            "--out",
-            tmp_path / "out",
-        ),
+        *("prune", work / "m", "--layers", "2,4-5", "--rank", 4, "--recover", "ghost"),
+        *("--out", tmp_path / "out"),
         *("--calibration", work / "t.txt", "--num-windows", 4, "--window", 64, "--ridge", "1e-3"),
     )
     assert status == 0, err

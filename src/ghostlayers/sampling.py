@@ -96,6 +96,9 @@ def written_ids(
 
     Returns:
         (num_windows, window) int64 ids on the CPU.
+
+    Raises:
+        CalibrationError: If a hidden state is not finite; the layer and the dtype are named.
     """
     tokens = like.cpu()
     starts = tokens[:, 0] if bool((tokens[:, 0] == tokens[0, 0]).all()) else tokens.flatten()
