@@ -4,21 +4,20 @@ A lower error of the hidden state is no proof: removing one shallow layer of Smo
 operator lowers the error on other text too and raises perplexity there. What generalises from one
 corpus to another is a gain that is a large part of the damage and well above its own noise.
 
-The candidates of a boundary form a ladder, the most complex one first. Below the last stands
-nothing at all.
-
 Held-out windows are of the calibration text, and few windows are of few documents: a repair can
-learn their subject. So what stays must also lower the loss on text that the dense model writes.
+learn their subject. So text that the dense model writes counts as much as they do, and what stays
+must lower the loss there too.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .decoder import share_tensors
+from .guard_gain import MIN_ERRORS, Gain, finite_mean, gain, share_won
+from .guard_ladder import MIN_ERRORS_SIMPLER, Choice, Ladders, Losses, go_down
 from .guard_text import GuardScorer, guard_scorer
 from .operators import NO_OPERATOR, OperatorFit
 from .plan import Boundary, PruningPlan
@@ -30,51 +29,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MIN_WINDOWS = 4
-# Share of the lost nats that the operators must win back, and standard errors of their mean gain.
+# Share of the lost nats that the operators must win back, on held-out windows and on written text.
 MIN_RECOVERED = 0.25
-MIN_ERRORS = 2.0
-# Standard errors by which a more complex repair must beat the next simpler one.
-MIN_ERRORS_SIMPLER = 1.0
+MIN_WRITTEN = 0.1
 REQUIRED = {
     "required_share": MIN_RECOVERED,
     "required_standard_errors": MIN_ERRORS,
     "required_standard_errors_over_simpler": MIN_ERRORS_SIMPLER,
 }
-Ladders = Mapping[Boundary, Sequence[OperatorFit]]
-
-
-@dataclass(frozen=True)
-class Gain:
-    """Mean paired gain in loss of one model over another, in nats per token.
-
-    Attributes:
-        mean: Mean over windows of loss before − loss after; −∞ if the loss after is not finite.
-        error: Its standard error; 0 for a single window.
-    """
-
-    mean: float
-    error: float
-
-    def exceeds(self, errors: float) -> bool:
-        """Whether it is above so many of its standard errors."""
-        return self.mean > errors * self.error and self.mean > 0
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether it is above its noise."""
-        return self.exceeds(MIN_ERRORS)
-
-
-def gain(before: Sequence[float], after: Sequence[float]) -> Gain:
-    """Compare window losses in pairs; a loss that is not finite counts as infinitely bad."""
-    if not all(map(math.isfinite, after)):
-        return Gain(-math.inf, 0.0)
-    if not all(map(math.isfinite, before)):
-        return Gain(math.inf, 0.0)
-    steps = [a - b for a, b in zip(before, after, strict=True)]
-    mean = math.fsum(steps) / len(steps)
-    squares = math.fsum((step - mean) ** 2 for step in steps)
-    return Gain(mean, math.sqrt(squares / max(len(steps) - 1, 1) / len(steps)))
 
 
 @dataclass(frozen=True)
@@ -140,10 +102,12 @@ def judge_repairs(
     """Decide which repairs stay.
 
     The most complex repair of every boundary is in the pruned model at first. From the output side
-    on each boundary goes down its ladder: the simpler repair replaces the present one unless this
-    gains more than one standard error over it (two over none). What is left must win back a quarter
-    of the nats that the cut loses, again by more than two standard errors, and something on text
-    that the dense model writes; or all go.
+    on each boundary goes down its ladder (`guard_ladder`): of two ridges the one that gains more
+    stays, and another simpler repair replaces the present one unless this gains more than one
+    standard error over it (two over none). A gain is the mean of that on held-out windows and that
+    on text which the dense model writes. What is left must win back a quarter of the nats that the
+    cut loses on held-out windows, by more than two standard errors, and something on the written
+    text; or all go.
 
     Args:
         dense: The dense model.
@@ -166,15 +130,22 @@ def judge_repairs(
         return _untested(first, len(ids))
     scorer = scorer or guard_scorer(dense, ids, batch_size=batch_size, progress=progress)
     start = first_changed_layer(plan, ladders)
-    lossless = scorer.dense_losses([start])
-    trial = _Trial(scorer, scorer.suffix(pruned, plan, start))
-    none, tried = trial.none, trial.losses(first)
-    chosen, current, boundaries = _go_down(ladders, first, tried, trial.losses)
-    damage, whole = gain(none, lossless), gain(none, current)
-    share = _share(whole, damage)
+    probes = [probe for probe in (scorer, scorer.written()) if probe is not None]
+    lossless = [probe.dense_losses([start]) for probe in probes]
+    trials = [_Trial(probe, probe.suffix(pruned, plan, start)) for probe in probes]
+
+    def losses(choice: Choice) -> Losses:
+        return [trial.losses(choice) for trial in trials]
+
+    bare, tried = [trial.none for trial in trials], losses(first)
+    damage = [gain(*pair) for pair in zip(bare, lossless, strict=True)]
+    shares = (MIN_RECOVERED, MIN_WRITTEN)[: len(damage)]
+    wanted = [max(0.0, lost.mean) * share for lost, share in zip(damage, shares, strict=True)]
+    chosen, current, boundaries = go_down(ladders, first, bare, tried, losses, wanted)
+    whole, share = _whole(bare[0], current[0], damage[0])
     if share < MIN_RECOVERED or not whole.is_sure:
         chosen = {}
-    written = _on_written_text(scorer, pruned, plan, start, chosen)
+    written = _on_written_text(probes[1:], bare[1:], current[1:], damage[1:], chosen)
     if not written.get("kept", True):
         chosen = {}
     for boundary, entry in boundaries.items():
@@ -182,46 +153,52 @@ def judge_repairs(
         entry["chosen"] = chosen[boundary].name if boundary in chosen else NO_OPERATOR
     record = {
         "windows": len(scorer.ids),
-        "loss_dense": _mean(lossless),
-        "loss_none": _mean(none),
-        "loss_all_operators": _mean(tried),
-        "loss_chosen": _mean(current if chosen else none),
+        "loss_dense": finite_mean(lossless[0]),
+        "loss_none": finite_mean(bare[0]),
+        "loss_all_operators": finite_mean(tried[0]),
+        "loss_chosen": finite_mean(current[0] if chosen else bare[0]),
         "recovered_share": share,
         "gain": whole.mean,
         "gain_standard_error": whole.error,
         **REQUIRED,
         "written_text": written,
     }
-    share = _share(gain(none, tried), damage)
+    share = _whole(bare[0], tried[0], damage[0])[1]
     warnings = _dropped(ladders, chosen, share, written, int(ids.numel()))
     return Verdict(chosen, boundaries, record, warnings)
 
 
 def _on_written_text(
-    scorer: GuardScorer,
-    pruned: PreTrainedModel,
-    plan: PruningPlan,
-    start: int,
+    probes: Sequence[SuffixScorer],
+    none: Losses,
+    repaired: Losses,
+    damage: Sequence[Gain],
     chosen: Mapping[Boundary, OperatorFit],
 ) -> dict[str, Any]:
-    """Compare repairs with none on text that the dense model writes; JSON values."""
+    """Describe what repairs do to text that the dense model writes; JSON values."""
+    if not probes:
+        return {"skipped": "a weight of the model is offloaded"}
     if not chosen:
         return {"skipped": "no repair is left"}
-    probe = scorer.written()
-    if probe is None:
-        return {"skipped": "a weight of the model is offloaded"}
-    trial = _Trial(probe, probe.suffix(pruned, plan, start))
-    repaired = trial.losses(chosen)
-    own = gain(trial.none, repaired)
+    (probe,), (before,), (after,) = probes, none, repaired
+    own, share = _whole(before, after, damage[0])
     return {
         "windows": len(probe.ids),
         "window": probe.ids.shape[1],
-        "loss_none": _mean(trial.none),
-        "loss_chosen": _mean(repaired),
+        "loss_none": finite_mean(before),
+        "loss_chosen": finite_mean(after),
         "gain": own.mean,
         "gain_standard_error": own.error,
-        "kept": own.mean > 0,
+        "recovered_share": share,
+        "required_share": MIN_WRITTEN,
+        "kept": own.mean > 0 and share > MIN_WRITTEN,
     }
+
+
+def _whole(none: Sequence[float], repaired: Sequence[float], damage: Gain) -> tuple[Gain, float]:
+    """Return what repairs gain on one text, and which part of the damage that is."""
+    own = gain(none, repaired)
+    return own, share_won(own, damage)
 
 
 def _untested(first: Mapping[Boundary, OperatorFit], num_windows: int) -> Verdict:
@@ -230,51 +207,6 @@ def _untested(first: Mapping[Boundary, OperatorFit], num_windows: int) -> Verdic
         f"held-out windows: they are used untested. Use at least {MIN_WINDOWS} windows."
     )
     return Verdict(first, {}, {"skipped": f"fewer than {MIN_WINDOWS} windows"}, (line,))
-
-
-def _share(won: Gain, lost: Gain) -> float:
-    """Return which part of a loss is won back; 0 where nothing was lost."""
-    if not math.isfinite(lost.mean):
-        return 1.0 if won.mean > 0 else 0.0
-    return won.mean / lost.mean if lost.mean > 0 else 0.0
-
-
-def _go_down(
-    ladders: Ladders,
-    first: Mapping[Boundary, OperatorFit],
-    current: list[float],
-    losses: Callable[[Mapping[Boundary, OperatorFit]], list[float]],
-) -> tuple[dict[Boundary, OperatorFit], list[float], dict[Boundary, dict[str, Any]]]:
-    """Replace repairs by simpler ones; return what stays, its losses and what was tried."""
-    chosen, entries = dict(first), {}
-    for boundary in sorted(chosen, reverse=True):
-        candidate, tried = chosen[boundary].name, []
-        for simpler in (*ladders[boundary][1:], None):
-            rest = {other: fit for other, fit in chosen.items() if other != boundary}
-            choice = rest if simpler is None else {**rest, boundary: simpler}
-            without = losses(choice)
-            own = gain(without, current)
-            required = MIN_ERRORS if simpler is None else MIN_ERRORS_SIMPLER
-            stays = own.exceeds(required)
-            tried.append(
-                {
-                    "operator": chosen[boundary].name,
-                    "against": NO_OPERATOR if simpler is None else simpler.name,
-                    "gain": own.mean,
-                    "gain_standard_error": own.error,
-                    "required_standard_errors": required,
-                    "kept": stays,
-                }
-            )
-            if not stays:
-                chosen, current = choice, without
-        last = {key: tried[-1][key] for key in ("gain", "gain_standard_error")}
-        entries[boundary] = {"candidate": candidate, **last, "tried": tried}
-    return chosen, current, entries
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.inf
 
 
 def _dropped(

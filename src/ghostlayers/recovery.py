@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .boundary_runs import RULE_WINDOWS, BoundaryBatch, BoundaryRuns, repaired_student
+from .fit_ladder import fit_ladder
 from .fold_plan import FoldPlan, moments_device, plan_folds
 from .folding import fit_fold_boundary, fit_fold_ghost_boundary
 from .guard import MIN_WINDOWS
@@ -20,7 +21,6 @@ from .replacing import fit_replaceme_boundary
 from .steps import (
     collect_moments,
     find_massive_tokens,
-    fit_operator,
     fit_sink_rules,
 )
 from .sweep import batches_of
@@ -176,7 +176,7 @@ class _Fitter:
         split, rule = accumulator.result()[boundary], None
         if self.massive is not None:
             rule = runs.sink_rule(split, self.massive)
-        return (self._operator(split, rule),)
+        return self._operator(split, rule)
 
     def _on_dense_states(self, boundaries: Sequence[Boundary]) -> dict[Boundary, Ladder]:
         batches = batches_of(self.ids, self.config.batch_size)
@@ -194,12 +194,12 @@ class _Fitter:
             ids, sample = rule_sample(self.ids, self.massive, RULE_WINDOWS)
             batches = batches_of(ids, self.config.batch_size)
             rules = fit_sink_rules(self.model, batches, moments, sample, progress=self.progress)
-        return {b: (self._operator(moments.pop(b), rules.get(b)),) for b in boundaries}
+        return {b: self._operator(moments.pop(b), rules.get(b)) for b in boundaries}
 
-    def _operator(self, moments: SplitMoments, rule: SinkRule | None) -> OperatorFit:
+    def _operator(self, moments: SplitMoments, rule: SinkRule | None) -> Ladder:
         """Fit the attached operator alone: where nothing is folded, or where that is refused."""
         folding = self.config.recover in FOLDING
-        return fit_operator(
+        return fit_ladder(
             moments,
             operator="ghost-robust" if folding else self.config.recover,
             ridge=0.0 if folding else self.config.ridge,
