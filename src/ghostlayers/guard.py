@@ -140,7 +140,8 @@ def judge_repairs(
     bare, tried = [trial.none for trial in trials], losses(first)
     damage = [gain(*pair) for pair in zip(bare, lossless, strict=True)]
     shares = (MIN_RECOVERED, MIN_WRITTEN)[: len(damage)]
-    wanted = [max(0.0, lost.mean) * share for lost, share in zip(damage, shares, strict=True)]
+    parts = zip(damage, shares, strict=True)
+    wanted = [share * lost.mean if lost.mean > 0 else 0.0 for lost, share in parts]
     chosen, current, boundaries = go_down(ladders, first, bare, tried, losses, wanted)
     whole, share = _whole(bare[0], current[0], damage[0])
     if share < MIN_RECOVERED or not whole.is_sure:
