@@ -222,9 +222,10 @@ def _dropped(
         return ()
     if not written.get("kept", True):
         return (
-            f"no repair at {', '.join(gone)}: what was fitted on {tokens} calibration tokens helps "
-            "on that text alone, not on text that the dense model writes. Use more windows of more "
-            "documents; `recover` ghost attaches operators without this test.",
+            f"no repair at {', '.join(gone)}: what was fitted on {tokens} calibration tokens wins "
+            f"back {100 * written['recovered_share']:.1f} % of what the cut loses on text that the "
+            f"dense model writes; it must win back {100 * MIN_WRITTEN:.0f} %. Use more windows of "
+            "more documents; `recover` ghost attaches operators without this test.",
         )
     return (
         f"no repair at {', '.join(gone)}: on held-out windows the gain is too small or too "
