@@ -185,7 +185,11 @@ def _too_few(boundary: Boundary, tokens: int, features: int) -> tuple[str, ...]:
 
 
 def fit_fold_ghost_boundary(
-    runs: BoundaryRuns, found: FoldSites, config: PruneConfig, massive: Tensor
+    runs: BoundaryRuns,
+    found: FoldSites,
+    config: PruneConfig,
+    massive: Tensor,
+    ridges: Sequence[float] = (),
 ) -> tuple[OperatorFit, ...]:
     """Fit an MLP map and an operator together at one boundary, and `ghost-robust` alone beside it.
 
@@ -194,6 +198,7 @@ def fit_fold_ghost_boundary(
         found: The maps of the layer before it.
         config: `ridge` and `moments_device` are read.
         massive: (N,) bool of all calibration tokens.
+        ridges: Those of `ghost-robust`, if they are known.
 
     Returns:
         The fits from the most complex one on.
@@ -204,7 +209,9 @@ def fit_fold_ghost_boundary(
     fit, held_out = _state_moments(runs, site, massive, moments_device(runs.dense, config))
     split = SplitMoments(boundary, fit.behind(), held_out.behind())
     rule = runs.sink_rule(split, massive) if massive.any() else None
-    robust = fit_ladder(split, operator="ghost-robust", dtype=runs.dense.dtype, sinks=rule)
+    robust = fit_ladder(
+        split, operator="ghost-robust", dtype=runs.dense.dtype, sinks=rule, ridges=ridges
+    )
     num_massive = fit.num_massive + held_out.num_massive
     separates = rule is not None and rule.separates
     if not separates:
@@ -231,7 +238,7 @@ def fit_fold_ghost_boundary(
             f"boundary {boundary}: ghost-robust instead of fold+ghost (behind the changed map no "
             "direction tells massive tokens from others)."
         )
-        return (replace(robust[0], warnings=(*robust[0].warnings, line)), *robust[1:])
+        return tuple(replace(fit, warnings=(*fit.warnings, line)) for fit in robust)
     diagnostics = joint.diagnostics
     if not separates:
         diagnostics = {**diagnostics, **sink_record(num_massive, rule, used=False)}

@@ -6,11 +6,12 @@ corpus to another is a gain that is a large part of the damage and well above it
 
 Held-out windows are of the calibration text, and few windows are of few documents: a repair can
 learn their subject. So text that the dense model writes counts as much as they do, and what stays
-must lower the loss there too.
+must win back a part of what the cut loses there too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -106,7 +107,7 @@ def judge_repairs(
     stays, and another simpler repair replaces the present one unless this gains more than one
     standard error over it (two over none). A gain is the mean of that on held-out windows and that
     on text which the dense model writes. What is left must win back a quarter of the nats that the
-    cut loses on held-out windows, by more than two standard errors, and something on the written
+    cut loses on held-out windows, by more than two standard errors, and a tenth on the written
     text; or all go.
 
     Args:
@@ -130,8 +131,10 @@ def judge_repairs(
         return _untested(first, len(ids))
     scorer = scorer or guard_scorer(dense, ids, batch_size=batch_size, progress=progress)
     start = first_changed_layer(plan, ladders)
-    probes = [probe for probe in (scorer, scorer.written()) if probe is not None]
-    lossless = [probe.dense_losses([start]) for probe in probes]
+    lossless = [scorer.dense_losses([start])]
+    probe, why = _written(scorer, lossless[0])
+    probes = [scorer] if probe is None else [scorer, probe]
+    lossless += [other.dense_losses([start]) for other in probes[1:]]
     trials = [_Trial(probe, probe.suffix(pruned, plan, start)) for probe in probes]
 
     def losses(choice: Choice) -> Losses:
@@ -139,67 +142,82 @@ def judge_repairs(
 
     bare, tried = [trial.none for trial in trials], losses(first)
     damage = [gain(*pair) for pair in zip(bare, lossless, strict=True)]
-    shares = (MIN_RECOVERED, MIN_WRITTEN)[: len(damage)]
-    parts = zip(damage, shares, strict=True)
-    wanted = [share * lost.mean if lost.mean > 0 else 0.0 for lost, share in parts]
+    required = zip(damage, (MIN_RECOVERED, MIN_WRITTEN), strict=False)
+    wanted = [_part(lost, share) for lost, share in required]
     chosen, current, boundaries = go_down(ladders, first, bare, tried, losses, wanted)
-    whole, share = _whole(bare[0], current[0], damage[0])
-    if share < MIN_RECOVERED or not whole.is_sure:
-        chosen = {}
-    written = _on_written_text(probes[1:], bare[1:], current[1:], damage[1:], chosen)
-    if not written.get("kept", True):
+    tests = [
+        _Test(*found)
+        for found in zip(probes, lossless, bare, tried, current, damage, wanted, strict=True)
+    ]
+    enough = tests[0].share >= MIN_RECOVERED and tests[0].gain.is_sure
+    refused = bool(chosen) and enough and not all(test.passed for test in tests[1:])
+    if refused or not enough:
         chosen = {}
     for boundary, entry in boundaries.items():
         entry["kept"] = boundary in chosen
         entry["chosen"] = chosen[boundary].name if boundary in chosen else NO_OPERATOR
-    record = {
-        "windows": len(scorer.ids),
-        "loss_dense": finite_mean(lossless[0]),
-        "loss_none": finite_mean(bare[0]),
-        "loss_all_operators": finite_mean(tried[0]),
-        "loss_chosen": finite_mean(current[0] if chosen else bare[0]),
-        "recovered_share": share,
-        "gain": whole.mean,
-        "gain_standard_error": whole.error,
-        **REQUIRED,
-        "written_text": written,
-    }
-    share = _whole(bare[0], tried[0], damage[0])[1]
-    warnings = _dropped(ladders, chosen, share, written, int(ids.numel()))
-    return Verdict(chosen, boundaries, record, warnings)
+    written = tests[1].record() if probe is not None else {"skipped": why}
+    if probe is not None:
+        written |= {"required_share": MIN_WRITTEN, "kept": tests[1].passed}
+    record = {**tests[0].record(), **REQUIRED, "written_text": written}
+    record["loss_chosen"] = finite_mean(current[0] if chosen else bare[0])
+    lines = _dropped(ladders, chosen, tests, refused=refused, tokens=int(ids.numel()))
+    return Verdict(chosen, boundaries, record, lines)
 
 
-def _on_written_text(
-    probes: Sequence[SuffixScorer],
-    none: Losses,
-    repaired: Losses,
-    damage: Sequence[Gain],
-    chosen: Mapping[Boundary, OperatorFit],
-) -> dict[str, Any]:
-    """Describe what repairs do to text that the dense model writes; JSON values."""
-    if not probes:
-        return {"skipped": "a weight of the model is offloaded"}
-    if not chosen:
-        return {"skipped": "no repair is left"}
-    (probe,), (before,), (after,) = probes, none, repaired
-    own, share = _whole(before, after, damage[0])
-    return {
-        "windows": len(probe.ids),
-        "window": probe.ids.shape[1],
-        "loss_none": finite_mean(before),
-        "loss_chosen": finite_mean(after),
-        "gain": own.mean,
-        "gain_standard_error": own.error,
-        "recovered_share": share,
-        "required_share": MIN_WRITTEN,
-        "kept": own.mean > 0 and share > MIN_WRITTEN,
-    }
+def _written(scorer: GuardScorer, lossless: Sequence[float]) -> tuple[SuffixScorer | None, str]:
+    """Return what scores text that the dense model writes, or None and why there is none."""
+    if not math.isfinite(finite_mean(lossless)):
+        return None, "the loss of the dense model is not finite"
+    return scorer.written(), "a weight of the model is offloaded"
 
 
-def _whole(none: Sequence[float], repaired: Sequence[float], damage: Gain) -> tuple[Gain, float]:
-    """Return what repairs gain on one text, and which part of the damage that is."""
-    own = gain(none, repaired)
-    return own, share_won(own, damage)
+def _part(lost: Gain, share: float) -> float:
+    """Return a share of what a cut loses, in nats; 0 where that is nothing or without bound."""
+    return share * lost.mean if 0 < lost.mean < math.inf else 0.0
+
+
+@dataclass(frozen=True)
+class _Test:
+    """What all repairs, and those that are left of them, come to on one text."""
+
+    scorer: SuffixScorer
+    lossless: Sequence[float]
+    none: Sequence[float]
+    tried: Sequence[float]
+    left: Sequence[float]
+    damage: Gain
+    wanted: float
+
+    @property
+    def gain(self) -> Gain:
+        return gain(self.none, self.left)
+
+    @property
+    def share(self) -> float:
+        return share_won(self.gain, self.damage)
+
+    @property
+    def tried_share(self) -> float:
+        return share_won(gain(self.none, self.tried), self.damage)
+
+    @property
+    def passed(self) -> bool:
+        return self.gain.mean > self.wanted
+
+    def record(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {
+            "windows": len(self.scorer.ids),
+            "window": self.scorer.ids.shape[1],
+            "loss_dense": finite_mean(self.lossless),
+            "loss_none": finite_mean(self.none),
+            "loss_all_operators": finite_mean(self.tried),
+            "loss_chosen": finite_mean(self.left),
+            "recovered_share": self.share,
+            "gain": self.gain.mean,
+            "gain_standard_error": self.gain.error,
+        }
 
 
 def _untested(first: Mapping[Boundary, OperatorFit], num_windows: int) -> Verdict:
@@ -213,22 +231,24 @@ def _untested(first: Mapping[Boundary, OperatorFit], num_windows: int) -> Verdic
 def _dropped(
     ladders: Ladders,
     chosen: Mapping[Boundary, OperatorFit],
-    share: float,
-    written: Mapping[str, Any],
+    tests: Sequence[_Test],
+    *,
+    refused: bool,
     tokens: int,
 ) -> tuple[str, ...]:
     gone = [str(boundary) for boundary in ladders if boundary not in chosen]
     if not gone:
         return ()
-    if not written.get("kept", True):
+    lead = f"no repair at {', '.join(gone)}:"
+    tail = "`recover` ghost attaches operators without this test."
+    if refused:
         return (
-            f"no repair at {', '.join(gone)}: what was fitted on {tokens} calibration tokens wins "
-            f"back {100 * written['recovered_share']:.1f} % of what the cut loses on text that the "
-            f"dense model writes; it must win back {100 * MIN_WRITTEN:.0f} %. Use more windows of "
-            "more documents; `recover` ghost attaches operators without this test.",
+            f"{lead} what was fitted on {tokens} calibration tokens wins back "
+            f"{100 * tests[1].share:.1f} % of what the cut loses on text that the dense model "
+            f"writes; it must win back {100 * MIN_WRITTEN:.0f} %. Use more windows of more "
+            f"documents; {tail}",
         )
-    return (
-        f"no repair at {', '.join(gone)}: on held-out windows the gain is too small or too "
-        f"uncertain (all repairs together win back {100 * share:.0f} % of what the cut loses). "
-        "`recover` ghost attaches operators without this test.",
-    )
+    shares = f"{100 * tests[0].tried_share:.0f} % of what the cut loses on held-out windows"
+    if len(tests) > 1:
+        shares += f", {100 * tests[1].tried_share:.0f} % on text that the dense model writes"
+    return (f"{lead} the gain is too small or too uncertain (all win back {shares}). {tail}",)

@@ -45,7 +45,8 @@ def go_down(
 ) -> tuple[dict[Boundary, OperatorFit], Losses, dict[Boundary, dict[str, Any]]]:
     """Replace repairs by simpler ones, from the output side on.
 
-    Repairs that do not reach the wanted gain on every text go as soon as simpler ones do.
+    What reaches the wanted gain on every text stays against a simpler repair that does not, and
+    the other way round.
 
     Args:
         ladders: By boundary, the most complex repair first.
@@ -69,8 +70,9 @@ def go_down(
             choice = rest if simpler is None else {**rest, boundary: simpler}
             without = losses(choice)
             own, required = mean_gain(without, current), _required(present, simpler)
-            useful = reaches(wanted, none, current)
-            stays = own.exceeds(required) and (useful or not reaches(wanted, none, without))
+            useful, other = (reaches(wanted, none, each) for each in (current, without))
+            stays = own.exceeds(required) and (useful or not other)
+            stays = stays or (simpler is not None and useful and not other)
             tried.append(
                 {
                     "operator": present.name,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .changed_weights import change_weights_, layers_prefix
-from .operators import OperatorFit
+from .operators import RIDGED, OperatorFit
 from .plan import Boundary, PruningPlan
 from .steps import attach_operators_
 
@@ -31,35 +31,24 @@ def with_parts_of(
 ) -> tuple[OperatorFit, ...]:
     """Take what was fitted without the held-out windows from other fits of the same names.
 
-    How massive tokens are told apart belongs to the threshold in a fit's `spec`: it stays. A fit
-    without counterpart keeps its own; one that only has a heavier ridge than the fit before it, and
-    no counterpart, is left out.
+    Fits of which the guard may choose the ridge are paired by that as well. How massive tokens are
+    told apart belongs to the threshold in a fit's `spec`: it stays. A fit without counterpart keeps
+    its own.
     """
+    by_key = {_key(fit): fit for fit in others}
 
-    def joined(fit: OperatorFit, other: OperatorFit | None) -> OperatorFit:
+    def joined(fit: OperatorFit) -> OperatorFit:
+        other = by_key.get(_key(fit))
         if other is None or set(other.fit_part) != set(fit.fit_part):
             return fit
         own = {k: v for k, v in fit.fit_part.items() if k == "sink_direction"}
         return replace(fit, fit_part={**other.fit_part, **own}, weights_part=other.weights_part)
 
-    return tuple(joined(*pair) for pair in _matched(ladder, others))
+    return tuple(map(joined, ladder))
 
 
-def _matched(
-    ladder: Sequence[OperatorFit], others: Sequence[OperatorFit]
-) -> list[tuple[OperatorFit, OperatorFit | None]]:
-    """Pair fits by name and, behind the first of a name, by ridge."""
-    by_key = dict(zip(_keys(others), others, strict=True))
-    pairs = [(fit, key, by_key.get(key)) for fit, key in zip(ladder, _keys(ladder), strict=True)]
-    return [(fit, other) for fit, (_, ridge), other in pairs if other is not None or ridge is None]
-
-
-def _keys(ladder: Sequence[OperatorFit]) -> list[tuple[str, float | None]]:
-    seen, keys = set[str](), list[tuple[str, float | None]]()
-    for fit in ladder:
-        keys.append((fit.name, fit.diagnostics["ridge"] if fit.name in seen else None))
-        seen.add(fit.name)
-    return keys
+def _key(fit: OperatorFit) -> tuple[str, float | None]:
+    return fit.name, fit.diagnostics["ridge"] if fit.name in RIDGED else None
 
 
 def apply_repairs_(
