@@ -244,7 +244,7 @@ def _sides(tried: Mapping[str, Any]) -> tuple[str, str]:
     ridges = tried.get("ridge"), tried.get("against_ridge")
     if sides[0] != sides[1] or None in ridges:
         return sides
-    return f"{sides[0]}, ridge {number(ridges[0], 2)}", f"ridge {number(ridges[1], 2)}"
+    return f"{sides[0]}, ridge {ridges[0]:g}", f"ridge {ridges[1]:g}"
 
 
 def _errors_asked(tried: Mapping[str, Any]) -> float:
