@@ -30,9 +30,9 @@ def mean_gain(before: Losses, after: Losses) -> Gain:
 
 
 def reaches(wanted: Sequence[float], none: Losses, after: Losses) -> bool:
-    """Whether the gain over no repair exceeds the wanted one, in nats, on each text."""
-    pairs = zip(wanted, none, after, strict=True)
-    return all(gain(before, repaired).mean > least for least, before, repaired in pairs)
+    """Whether the gain over no repair exceeds the wanted one, in nats, and its noise on each text."""
+    gains = [gain(*pair) for pair in zip(none, after, strict=True)]
+    return all(own.is_sure and own.mean > least for own, least in zip(gains, wanted, strict=True))
 
 
 def go_down(
