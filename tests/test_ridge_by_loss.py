@@ -172,7 +172,7 @@ def test_a_dense_model_without_a_finite_loss_writes_no_text():
     assert result.fits == {}
     found = result.record["guard"]["written_text"]
     assert found == {"skipped": "the loss of the dense model is not finite"}
-    with pytest.raises(gl.CalibrationError, match="logits of the next token"):
+    with pytest.raises(gl.CalibrationError, match="a logit of the next token"):
         written_ids(model, random_ids(8, 16), num_windows=2, window=8, progress=False)
 
 

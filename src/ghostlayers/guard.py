@@ -245,8 +245,8 @@ def _dropped(
         return (
             f"{lead} what was fitted on {tokens} calibration tokens wins back "
             f"{100 * tests[1].share:.1f} % of what the cut loses on text that the dense model "
-            f"writes; it must win back {100 * MIN_WRITTEN:.0f} %, above its noise. Use more windows "
-            f"of more documents; {tail}",
+            f"writes; it must win back {100 * MIN_WRITTEN:.0f} %, above its noise. Use more "
+            f"windows of more documents; {tail}",
         )
     shares = f"{100 * tests[0].tried_share:.0f} % of what the cut loses on held-out windows"
     if len(tests) > 1:

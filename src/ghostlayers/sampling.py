@@ -51,8 +51,8 @@ def sample_ids(
     from transformers import GenerationConfig, LogitsProcessorList
 
     def finite(_ids: Tensor, logits: Tensor) -> Tensor:
-        lowest = torch.finfo(logits.dtype).min  # a model may rule tokens out
-        require_finite(logits.clamp(min=lowest).to(model.dtype), "the logits of the next token")
+        lowest = torch.finfo(model.dtype).min  # a model may rule tokens out
+        require_finite(logits.to(model.dtype).clamp(min=lowest), "a logit of the next token")
         return logits
 
     settings = GenerationConfig(
