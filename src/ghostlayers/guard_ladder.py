@@ -30,7 +30,7 @@ def mean_gain(before: Losses, after: Losses) -> Gain:
 
 
 def reaches(wanted: Sequence[float], none: Losses, after: Losses) -> bool:
-    """Whether the gain over no repair is above its noise and the wanted one (nats), on each text."""
+    """Whether the gain over no repair is above its noise and the wanted nats, on each text."""
     gains = [gain(*pair) for pair in zip(none, after, strict=True)]
     return all(own.is_sure and own.mean > least for own, least in zip(gains, wanted, strict=True))
 
