@@ -251,4 +251,6 @@ def _dropped(
     shares = f"{100 * tests[0].tried_share:.0f} % of what the cut loses on held-out windows"
     if len(tests) > 1:
         shares += f", {100 * tests[1].tried_share:.0f} % on text that the dense model writes"
-    return (f"{lead} the gain is too small or too uncertain (all win back {shares}). {tail}",)
+    return (
+        f"{lead} the gain is too small or too uncertain (all repairs win back {shares}). {tail}",
+    )
