@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 import ghostlayers as gl
+from ghostlayers.fit_ladder import fit_ladder
 from ghostlayers.guard import first_changed_layer, judge_repairs
 from ghostlayers.guard_text import guard_scorer
 from ghostlayers.loading import load_model, load_tokenizer, locate
@@ -35,7 +36,6 @@ from ghostlayers.steps import (
     collect_moments,
     cut,
     find_massive_tokens,
-    fit_operator,
     fit_sink_rules,
     measure_similarity,
     select_layers,
@@ -224,19 +224,19 @@ class Bench:
         for boundary in wanted:
             plan = PruningPlan(depth, tuple(range(boundary.start, boundary.stop)))
             pruned = cut(self.model, plan)
-            fit = fit_operator(
+            ladder = fit_ladder(
                 moments.pop(boundary),
                 operator=operator,
                 dtype=self.model.dtype,
                 sinks=rules.get(boundary),
             )
-            ladders = {boundary: (fit,)}
+            ladders = {boundary: ladder}
             verdict = judge_repairs(self.model, pruned, plan, ladders, ids, scorer=guard)
             none = repaired = None
             if verdict.chosen:  # else the model is the pruned one: nothing to compare
                 suffix = scorer.suffix(pruned, plan, first_changed_layer(plan, ladders))
                 none = self._by_text(scorer.losses(suffix))
-                apply_repairs_(suffix.model, suffix.plan, {boundary: fit})
+                apply_repairs_(suffix.model, suffix.plan, verdict.chosen)
                 repaired = self._by_text(scorer.losses(suffix))
             self.results.add(
                 kind="contiguous",
@@ -245,6 +245,8 @@ class Bench:
                 operator=operator,
                 **key,
                 used=bool(verdict.chosen),
+                ridge=[fit.diagnostics["ridge"] for fit in verdict.chosen.values()],
+                written=verdict.record.get("written_text"),
                 share=verdict.record.get("recovered_share"),
                 gain=verdict.record.get("gain"),
                 gain_error=verdict.record.get("gain_standard_error"),

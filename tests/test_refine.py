@@ -178,7 +178,8 @@ def test_no_step_is_bit_equal_to_the_closed_form():
 
 
 def test_a_refined_fold_is_saved(tmp_path, monkeypatch):
-    monkeypatch.setattr(guard, "MIN_RECOVERED", -math.inf)
+    for share in ("MIN_RECOVERED", "MIN_WRITTEN"):
+        monkeypatch.setattr(guard, share, -math.inf)
     monkeypatch.setattr(guard.Gain, "exceeds", lambda self, errors: True)
     dense = planted()
     result = gl.prune(

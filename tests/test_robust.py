@@ -386,8 +386,12 @@ def test_a_repair_must_help_on_text_that_the_dense_model_writes(monkeypatch):
     text = judged.verdict.record["written_text"]
     assert (text["kept"], text["windows"], text["window"]) == (False, 4, 6)
     assert text["gain"] == pytest.approx(-0.01)
-    assert "128 calibration tokens helps on that text alone" in judged.verdict.warnings[0]
-    assert Judged(monkeypatch, gains, written=0.01).kept == [1, 4, 7]
+    warned = "fitted on 128 calibration tokens wins back -0.5 % of what the cut loses on text that"
+    assert warned in judged.verdict.warnings[0]
+    judged = Judged(monkeypatch, gains, written=0.29)  # of 2 nats lost there
+    assert judged.kept == []
+    assert judged.verdict.record["written_text"]["recovered_share"] == pytest.approx(0.145)
+    assert Judged(monkeypatch, gains, written=0.31).kept == [1, 4, 7]
 
 
 @pytest.fixture(scope="module")
@@ -418,10 +422,10 @@ def test_helpful_operators_are_kept(spoken, layers):
 
 
 def test_harmful_operator_is_dropped_and_the_checkpoint_is_stock(spoken, tmp_path, monkeypatch):
-    from ghostlayers import recovery
+    from ghostlayers import fit_ladder
 
     dense, windows = spoken
-    fit = recovery.fit_operator
+    fit = fit_ladder.fit_operator
 
     def harmful(*args, **keywords):
         found = fit(*args, **keywords)
@@ -429,7 +433,7 @@ def test_harmful_operator_is_dropped_and_the_checkpoint_is_stock(spoken, tmp_pat
         found.fit_part["m"].neg_().mul_(3)
         return found
 
-    monkeypatch.setattr(recovery, "fit_operator", harmful)
+    monkeypatch.setattr(fit_ladder, "fit_operator", harmful)
     result = gl.prune(dense, layers="2-3", recover="ghost-robust", windows=windows)
     entry = result.record["boundaries"][0]
     assert result.fits == {}

@@ -296,7 +296,8 @@ def test_force_deletes_neither_the_model_nor_the_working_folder(
 
 def test_recovered_checkpoint_is_not_pruned_again(work, run, refuse, tmp_path):
     flags = ["--layers", "3", "--calibration", work / "t.txt", *SHORT]
-    assert run("prune", work / "m", "-o", tmp_path / "a", *flags)[0] == 0
+    ghost = [*flags, "--recover", "ghost"]
+    assert run("prune", work / "m", "-o", tmp_path / "a", *ghost)[0] == 0
     err = refuse(tmp_path, "prune", tmp_path / "a", "-o", tmp_path / "b", *flags)
     assert "has operators already" in err
     assert run("prune", work / "m", "-o", tmp_path / "c", *flags, "--recover", "none")[0] == 0

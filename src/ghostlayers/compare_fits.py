@@ -17,6 +17,7 @@ from .channel_moments import ChannelMoments, moments_maker
 from .compare_calibration import Calibration
 from .compare_config import CompareConfig
 from .decoder import decoder_layers, text_config
+from .fit_ladder import fit_ladder
 from .fold_plan import moments_device
 from .fold_sites import FoldSite, find_fold_sites, layer_before
 from .moments import BoundaryMoments, MomentAccumulator, SplitMoments, held_out_mask
@@ -24,7 +25,7 @@ from .norm_moments import moments_of_operator
 from .operators import FOLDING, GUARDED, NO_OPERATOR, REPLACING, ROBUST, OperatorFit
 from .plan import Boundary
 from .replacing import TransformMoments
-from .steps import fit_operator, fit_sink_rules, prefix_model
+from .steps import fit_sink_rules, prefix_model
 from .sweep import batches_of, progress_bar, stream
 from .token_classes import rule_sample
 
@@ -255,7 +256,7 @@ class GridFitter:
 
     def _fitted(self, moments: SplitMoments[Any], operator: str, sinks: Any = None) -> Ladder:
         settings = self._settings(operator)
-        fit = fit_operator(
+        ladder = fit_ladder(
             moments,
             operator=operator,
             ridge=settings.ridge,
@@ -263,7 +264,7 @@ class GridFitter:
             sinks=sinks,
             rank=settings.rank,
         )
-        return _lean((fit,), operator)
+        return _lean(ladder, operator)
 
     def _settings(self, operator: str) -> Any:
         return self.config.prune_config(

@@ -17,7 +17,7 @@ from .compare_config import CompareConfig, short_names
 from .decoder import check_ids, share_tensors, text_config
 from .errors import CalibrationError
 from .evaluation import PerplexityResult
-from .guard import gain
+from .guard_gain import gain
 from .operators import OperatorFit
 from .plan import Boundary, PruningPlan
 from .repairs import apply_repairs_

@@ -94,7 +94,7 @@ class PruneConfig:
         None,
         "gradient steps, one batch each, by which the repair follows the divergence from "
         "the dense model (ghost-robust, ghost-norm, fold, fold+ghost); 0 = closed form alone "
-        "(default: 48 for fold and fold+ghost, else 0)",
+        "(default: 96 for fold and fold+ghost, else 0)",
     )
     fit: str = _option(
         "dense",

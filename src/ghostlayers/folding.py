@@ -14,6 +14,7 @@ from .decoder import decoder_layers
 from .exact_sums import SplitSums
 from .feature_moments import FeatureMoments, StateFeatureMoments
 from .fingerprint import tensor_sha256
+from .fit_ladder import fit_ladder
 from .fold_plan import chosen_sites, map_width, moments_device
 from .fold_sites import FoldSite, FoldSites
 from .moments import RobustMoments, SplitMoments
@@ -21,7 +22,7 @@ from .offload import stored_tensor
 from .operators import OperatorFit
 from .operators.fold import JOINT_RIDGES, fit_fold, fold_record, rounded_weight, solve_fold
 from .operators.fold_ghost import fit_fold_ghost
-from .operators.ghost_robust import fit_ghost_robust, sink_record
+from .operators.ghost_robust import sink_record
 from .plan import Boundary
 from .token_classes import SinkRule
 
@@ -184,7 +185,11 @@ def _too_few(boundary: Boundary, tokens: int, features: int) -> tuple[str, ...]:
 
 
 def fit_fold_ghost_boundary(
-    runs: BoundaryRuns, found: FoldSites, config: PruneConfig, massive: Tensor
+    runs: BoundaryRuns,
+    found: FoldSites,
+    config: PruneConfig,
+    massive: Tensor,
+    ridges: Sequence[float] = (),
 ) -> tuple[OperatorFit, ...]:
     """Fit an MLP map and an operator together at one boundary, and `ghost-robust` alone beside it.
 
@@ -193,6 +198,7 @@ def fit_fold_ghost_boundary(
         found: The maps of the layer before it.
         config: `ridge` and `moments_device` are read.
         massive: (N,) bool of all calibration tokens.
+        ridges: Those of `ghost-robust`, if they are known.
 
     Returns:
         The fits from the most complex one on.
@@ -203,7 +209,9 @@ def fit_fold_ghost_boundary(
     fit, held_out = _state_moments(runs, site, massive, moments_device(runs.dense, config))
     split = SplitMoments(boundary, fit.behind(), held_out.behind())
     rule = runs.sink_rule(split, massive) if massive.any() else None
-    robust = fit_ghost_robust(split, dtype=runs.dense.dtype, sinks=rule)
+    robust = fit_ladder(
+        split, operator="ghost-robust", dtype=runs.dense.dtype, sinks=rule, ridges=ridges
+    )
     num_massive = fit.num_massive + held_out.num_massive
     separates = rule is not None and rule.separates
     if not separates:
@@ -230,12 +238,12 @@ def fit_fold_ghost_boundary(
             f"boundary {boundary}: ghost-robust instead of fold+ghost (behind the changed map no "
             "direction tells massive tokens from others)."
         )
-        return (replace(robust, warnings=(*robust.warnings, line)),)
+        return tuple(replace(fit, warnings=(*fit.warnings, line)) for fit in robust)
     diagnostics = joint.diagnostics
     if not separates:
         diagnostics = {**diagnostics, **sink_record(num_massive, rule, used=False)}
     joint = replace(joint, diagnostics=diagnostics, warnings=(*joint.warnings, *warnings))
-    return (joint, robust)
+    return (joint, *robust)
 
 
 def _state_moments(

@@ -17,6 +17,8 @@ GUARD_WINDOWS = 8
 # Windows that the dense model writes, and up to how many tokens each has.
 WRITTEN_WINDOWS = 16
 WRITTEN_TOKENS = 128
+# A seed that nobody else gives: no repair may have seen what tests it.
+WRITTEN_SEED = 0x67756172
 
 
 def guard_windows(ids: torch.Tensor) -> torch.Tensor:
@@ -67,6 +69,7 @@ class GuardScorer(SuffixScorer):
             self._calibration,
             num_windows=WRITTEN_WINDOWS,
             window=min(self._calibration.shape[1], WRITTEN_TOKENS),
+            seed=WRITTEN_SEED,
             progress=self.progress,
         )
         return SuffixScorer(self.model, ids, description="guard", **self._settings)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .boundary_runs import RULE_WINDOWS, BoundaryBatch, BoundaryRuns, repaired_student
+from .fit_ladder import fit_ladder, ridges_of
 from .fold_plan import FoldPlan, moments_device, plan_folds
 from .folding import fit_fold_boundary, fit_fold_ghost_boundary
 from .guard import MIN_WINDOWS
@@ -20,7 +21,6 @@ from .replacing import fit_replaceme_boundary
 from .steps import (
     collect_moments,
     find_massive_tokens,
-    fit_operator,
     fit_sink_rules,
 )
 from .sweep import batches_of
@@ -129,7 +129,8 @@ class _Fitter:
             ladder = self._fit(self._runs(boundary, repairs))
             if self._tests(repairs):
                 repairs = {done: without_held_out(fit) for done, fit in repairs.items()}
-                ladder = with_parts_of(ladder, self._fit(self._runs(boundary, repairs)))
+                tested = self._fit(self._runs(boundary, repairs), ridges_of(ladder))
+                ladder = with_parts_of(ladder, tested)
             found[boundary] = ladder
         return found
 
@@ -147,7 +148,7 @@ class _Fitter:
             self.model, boundary, self.ids, self.config.batch_size, student, self.progress
         )
 
-    def _fit(self, runs: BoundaryRuns) -> Ladder:
+    def _fit(self, runs: BoundaryRuns, ridges: Sequence[float] = ()) -> Ladder:
         boundary = runs.boundary
         if boundary in self.folds.sites:
             sites = self.folds.sites[boundary]
@@ -156,7 +157,7 @@ class _Fitter:
             if self.config.recover == "fold":
                 return fit_fold_boundary(runs, sites, self.config)
             assert self.massive is not None
-            return fit_fold_ghost_boundary(runs, sites, self.config, self.massive)
+            return fit_fold_ghost_boundary(runs, sites, self.config, self.massive, ridges)
         if runs.student is None:
             return self._on_dense_states([boundary])[boundary]
         accumulator = MomentAccumulator(
@@ -176,7 +177,7 @@ class _Fitter:
         split, rule = accumulator.result()[boundary], None
         if self.massive is not None:
             rule = runs.sink_rule(split, self.massive)
-        return (self._operator(split, rule),)
+        return self._operator(split, rule, ridges)
 
     def _on_dense_states(self, boundaries: Sequence[Boundary]) -> dict[Boundary, Ladder]:
         batches = batches_of(self.ids, self.config.batch_size)
@@ -194,18 +195,21 @@ class _Fitter:
             ids, sample = rule_sample(self.ids, self.massive, RULE_WINDOWS)
             batches = batches_of(ids, self.config.batch_size)
             rules = fit_sink_rules(self.model, batches, moments, sample, progress=self.progress)
-        return {b: (self._operator(moments.pop(b), rules.get(b)),) for b in boundaries}
+        return {b: self._operator(moments.pop(b), rules.get(b)) for b in boundaries}
 
-    def _operator(self, moments: SplitMoments, rule: SinkRule | None) -> OperatorFit:
+    def _operator(
+        self, moments: SplitMoments, rule: SinkRule | None, ridges: Sequence[float] = ()
+    ) -> Ladder:
         """Fit the attached operator alone: where nothing is folded, or where that is refused."""
         folding = self.config.recover in FOLDING
-        return fit_operator(
+        return fit_ladder(
             moments,
             operator="ghost-robust" if folding else self.config.recover,
             ridge=0.0 if folding else self.config.ridge,
             dtype=self.model.dtype,
             sinks=rule,
             rank=self.config.rank,
+            ridges=ridges,
         )
 
     def _device(self) -> torch.device | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .changed_weights import change_weights_, layers_prefix
-from .operators import OperatorFit
+from .operators import RIDGED, OperatorFit
 from .plan import Boundary, PruningPlan
 from .steps import attach_operators_
 
@@ -31,19 +31,24 @@ def with_parts_of(
 ) -> tuple[OperatorFit, ...]:
     """Take what was fitted without the held-out windows from other fits of the same names.
 
-    How massive tokens are told apart belongs to the threshold in a fit's `spec`: it stays. A fit
-    without counterpart keeps its own.
+    Fits of which the guard may choose the ridge are paired by that as well. How massive tokens are
+    told apart belongs to the threshold in a fit's `spec`: it stays. A fit without counterpart keeps
+    its own.
     """
-    by_name = {fit.name: fit for fit in others}
+    by_key = {_key(fit): fit for fit in others}
 
     def joined(fit: OperatorFit) -> OperatorFit:
-        other = by_name.get(fit.name)
+        other = by_key.get(_key(fit))
         if other is None or set(other.fit_part) != set(fit.fit_part):
             return fit
         own = {k: v for k, v in fit.fit_part.items() if k == "sink_direction"}
         return replace(fit, fit_part={**other.fit_part, **own}, weights_part=other.weights_part)
 
     return tuple(map(joined, ladder))
+
+
+def _key(fit: OperatorFit) -> tuple[str, float | None]:
+    return fit.name, fit.diagnostics["ridge"] if fit.name in RIDGED else None
 
 
 def apply_repairs_(

@@ -158,8 +158,7 @@ def _guard_picture(trials: list[Any]) -> Picture:
         key = (
             entry["start"],
             entry["stop"],
-            tried["operator"],
-            tried["against"],
+            *_sides(tried),
             tried.get("gain"),
         )
         seen.setdefault(key, (model, entry, tried))
@@ -174,7 +173,7 @@ def _guard_picture(trials: list[Any]) -> Picture:
         last = entry["stop"] - 1
         where = f"{entry['start']}–{last}" if last > entry["start"] else str(last)
         cut = f" ({text(model.selector or '')} −{model.num_removed})" if model.num_removed else ""
-        name = f"{where}: {text(tried['operator'])} over {text(tried['against'])}{cut}"
+        name = f"{where}: {' over '.join(map(text, _sides(tried)))}{cut}"
         names.append(name + "\u200b" * sum(other.rstrip("\u200b") == name for other in names))
     data = _trial_traces(names, shown)
     line = {"color": GREY, "width": 1.5, "dash": "dash"}
@@ -197,10 +196,11 @@ def _guard_picture(trials: list[Any]) -> Picture:
     return Picture(
         "guard",
         "What the guard decided",
-        "Each repair against the next simpler one, on held-out windows. Whiskers: "
-        "as many standard errors as the guard asks for; it stays if they do not reach 0. If all "
-        "together win back too little of what the cut lost, none stays, whatever is shown here."
-        + more,
+        "Each repair against the next simpler one, on held-out windows and on text that the dense "
+        "model writes, each with the same weight. Whiskers: as many standard errors as the guard "
+        "asks for; it stays if they do not reach 0, unless only one of the two wins back enough of "
+        "what the cut lost. If all together win back too little, none stays, whatever is shown "
+        "here." + more,
         [Panel(spec(data, layout, 60 + 40 * len(shown)), f"{kept} of {len(unlike)} trials kept.")],
         _guard_table(trials),
         [mark for mark in DECIDED if any(_decision(trial[2]) == mark.label for trial in shown)],
@@ -224,8 +224,7 @@ def _trial_traces(names: Sequence[str], shown: Sequence[Any]) -> list[dict[str, 
                 "error_x": {
                     "type": "data",
                     "array": [
-                        (tried.get("gain_standard_error") or 0.0)
-                        * (tried.get("required_standard_errors") or 1.0)
+                        (tried.get("gain_standard_error") or 0.0) * _errors_asked(tried)
                         for _, (_, _, tried) in own
                     ],
                     "thickness": 1.5,
@@ -237,6 +236,20 @@ def _trial_traces(names: Sequence[str], shown: Sequence[Any]) -> list[dict[str, 
             }
         )
     return data
+
+
+def _sides(tried: Mapping[str, Any]) -> tuple[str, str]:
+    """Name what was tried and against what; with ridges where these are all that differs."""
+    sides = tried["operator"], tried["against"]
+    ridges = tried.get("ridge"), tried.get("against_ridge")
+    if sides[0] != sides[1] or None in ridges:
+        return sides
+    return f"{sides[0]}, ridge {ridges[0]:g}", f"ridge {ridges[1]:g}"
+
+
+def _errors_asked(tried: Mapping[str, Any]) -> float:
+    asked = tried.get("required_standard_errors")
+    return 1.0 if asked is None else float(asked)
 
 
 def _decision(tried: Mapping[str, Any]) -> str:
@@ -252,8 +265,7 @@ def _guard_table(trials: list[Any]) -> Table:
             [
                 model.method + (f" ({short_name(model.name)})" if model.name else ""),
                 f"[{entry['start']}, {entry['stop']})",
-                tried["operator"],
-                tried["against"],
+                *_sides(tried),
                 number(tried.get("gain"), 3),
                 number(tried.get("gain_standard_error"), 2),
                 "–" if asked is None else f"{asked:g}",

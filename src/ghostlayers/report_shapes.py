@@ -56,6 +56,8 @@ SPEED = {
 TRIED = {
     "operator": str,
     "against": str,
+    "ridge": Maybe(float),
+    "against_ridge": Maybe(float),
     "gain": Maybe(float),
     "gain_standard_error": Maybe(float),
     "required_standard_errors": Maybe(float),

@@ -12,7 +12,7 @@ from tqdm.auto import trange
 
 from . import distributed
 from .decoder import decoder_layers, input_device
-from .sweep import capture, check_finite
+from .sweep import capture, check_finite, require_finite
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -45,9 +45,15 @@ def sample_ids(
         (num_windows, window) int64 ids on the CPU.
 
     Raises:
-        CalibrationError: If a hidden state is not finite; the layer and the dtype are named.
+        CalibrationError: If a hidden state or a logit is not finite; the layer and the dtype are
+            named.
     """
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    def finite(_ids: Tensor, logits: Tensor) -> Tensor:
+        lowest = torch.finfo(model.dtype).min  # a model may rule tokens out
+        require_finite(logits.to(model.dtype).clamp(min=lowest), "a logit of the next token")
+        return logits
 
     settings = GenerationConfig(
         do_sample=True,
@@ -68,7 +74,9 @@ def sample_ids(
         for first in trange(0, num_windows, batch_size, **bar):
             prompt = prompts(min(batch_size, num_windows - first)).to(input_device(model))
             mask = torch.ones_like(prompt)
-            rows.append(model.generate(input_ids=prompt, attention_mask=mask).cpu())  # type: ignore[operator]
+            given = {"input_ids": prompt, "attention_mask": mask}
+            checks = LogitsProcessorList([finite])
+            rows.append(model.generate(**given, logits_processor=checks).cpu())  # type: ignore[operator]
     return torch.cat(rows)
 
 

@@ -273,9 +273,18 @@ def check_finite(index: int, state: Tensor) -> None:
     Raises:
         CalibrationError: Naming the layer that the state leaves, and its dtype.
     """
-    if torch.isfinite(state).all():
-        return
     where = f"what leaves layer {index - 1}" if index else "the token embeddings"
-    name = str(state.dtype).removeprefix("torch.")
-    advice = "use float32 or bfloat16" if state.dtype == torch.float16 else "check the weights"
-    raise CalibrationError(f"hidden state {index} ({where}) is not finite in {name}: {advice}.")
+    require_finite(state, f"hidden state {index} ({where})")
+
+
+def require_finite(values: Tensor, what: str) -> None:
+    """Check for nan and infinity what a model computed.
+
+    Raises:
+        CalibrationError: Naming it and its dtype.
+    """
+    if torch.isfinite(values).all():
+        return
+    name = str(values.dtype).removeprefix("torch.")
+    advice = "use float32 or bfloat16" if values.dtype == torch.float16 else "check the weights"
+    raise CalibrationError(f"{what} is not finite in {name}: {advice}.")

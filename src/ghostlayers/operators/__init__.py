@@ -37,6 +37,8 @@ FOLDING = ("fold", "fold+ghost", "replaceme-lstsq", "replaceme-cosine")
 LINEARPATCH = ("linearpatch-diag", "linearpatch-rotate")
 ATTACHING = ("ghost", "ghost-robust", "ghost-norm", "fold+ghost", *LINEARPATCH)
 GUARDED = ("ghost-robust", "ghost-norm", "fold", "fold+ghost")
+# Operators of which the guard may choose the ridge.
+RIDGED = ("ghost-robust", "ghost-norm")
 # Steps by which a method is refined unless `refine` says otherwise.
 REFINED_STEPS = {"fold": 96, "fold+ghost": 96}
 # Ends the name of a repair that was refined.
