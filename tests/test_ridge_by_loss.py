@@ -85,7 +85,7 @@ def go_down(gains, wanted=(0.0, 0.0), names=("ghost-robust",) * 4):
     return kept and kept.diagnostics["ridge"], asked, entries[BOUNDARY]["tried"]
 
 
-def test_the_ridge_with_the_highest_mean_gain_stands():
+def test_a_heavier_ridge_stands_if_it_gains_more():
     kept, _, tried = go_down([(0.6, 0.1), (0.5, 0.3), (0.2, 0.2)])
     assert kept == 1
     assert [(step["ridge"], step["against_ridge"], step["kept"]) for step in tried] == [
@@ -94,12 +94,18 @@ def test_the_ridge_with_the_highest_mean_gain_stands():
         (1, None, True),
     ]
     assert tried[0]["gain"] == pytest.approx(-0.05)
-    assert [step["required_standard_errors"] for step in tried] == [0.0, 0.0, 2.0]
+    assert [step["required_standard_errors"] for step in tried] == [-1.0, -1.0, 2.0]
 
 
-def test_ridges_heavier_than_one_that_lost_are_not_tried():
+def test_every_ridge_is_tried():
     kept, asked, _ = go_down([(0.6, 0.3), (0.5, 0.3), (0.9, 0.9)])
-    assert (kept, asked) == (0, [0, 1])
+    assert (kept, asked) == (2, [0, 1, 2])
+
+
+def test_a_heavier_ridge_must_gain_more_than_its_noise():
+    assert Gain(-0.9, 1.0).exceeds(-1.0) and not Gain(-1.1, 1.0).exceeds(-1.0)
+    assert not Gain(-0.1, 1.0).exceeds(0.0)
+    assert not Gain(-math.inf, 0.0).exceeds(-1.0)
 
 
 def test_a_repair_that_harms_one_text_gives_way_to_one_that_does_not():
@@ -199,9 +205,9 @@ def test_the_record_says_which_ridge_is_used():
 
 def test_the_report_names_the_ridges_and_the_errors_asked():
     tried = {"operator": "ghost-robust", "against": "ghost-robust", "ridge": 1e-4}
-    tried |= {"against_ridge": 0.03, "required_standard_errors": 0.0}
+    tried |= {"against_ridge": 0.03, "required_standard_errors": -1.0}
     assert _sides(tried) == ("ghost-robust, ridge 0.0001", "ridge 0.03")
-    assert _errors_asked(tried) == 0.0
+    assert _errors_asked(tried) == 1.0
     old = {"operator": "fold+ghost", "against": "ghost-robust", "ridge": 1.0, "against_ridge": 0.1}
     assert _sides(old) == ("fold+ghost", "ghost-robust")
     assert _errors_asked(old) == 1.0

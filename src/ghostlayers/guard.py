@@ -103,12 +103,12 @@ def judge_repairs(
     """Decide which repairs stay.
 
     The most complex repair of every boundary is in the pruned model at first. From the output side
-    on each boundary goes down its ladder (`guard_ladder`): of two ridges the one that gains more
-    stays, and another simpler repair replaces the present one unless this gains more than one
-    standard error over it (two over none). A gain is the mean of that on held-out windows and that
-    on text which the dense model writes. What is left must win back a quarter of the nats that the
-    cut loses on held-out windows and 15 % on the written text, each by more than two standard
-    errors; or all go.
+    on each boundary goes down its ladder (`guard_ladder`): a heavier ridge replaces the present one
+    if it gains more than one standard error over it, and another simpler repair unless the present
+    one gains more than one standard error over that (two over none). A gain is the mean of that on
+    held-out windows and that on text which the dense model writes. What is left must win back a
+    quarter of the nats that the cut loses on held-out windows and 15 % on the written text, each by
+    more than two standard errors; or all go.
 
     Args:
         dense: The dense model.

@@ -23,8 +23,8 @@ class Gain:
     error: float
 
     def exceeds(self, errors: float) -> bool:
-        """Whether it is above so many of its standard errors."""
-        return self.mean > errors * self.error and self.mean > 0
+        """Whether it is above so many of its standard errors, and above 0 unless these are < 0."""
+        return self.mean > errors * self.error and (errors < 0 or self.mean > 0)
 
     @property
     def is_sure(self) -> bool:

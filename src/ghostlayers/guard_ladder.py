@@ -13,10 +13,10 @@ from .guard_gain import MIN_ERRORS, Gain, balanced, gain
 from .operators import NO_OPERATOR, OperatorFit
 from .plan import Boundary
 
-# Standard errors by which a more complex repair must beat the next simpler one. Of two ridges the
-# better one stands: shrinking a map is no loss of its use.
+# Standard errors by which a more complex repair must beat the next simpler one. A heavier ridge
+# makes nothing simpler: it has to be better itself.
 MIN_ERRORS_SIMPLER = 1.0
-MIN_ERRORS_RIDGE = 0.0
+MIN_ERRORS_RIDGE = -1.0
 
 Ladders = Mapping[Boundary, Sequence[OperatorFit]]
 Choice = Mapping[Boundary, OperatorFit]
@@ -64,7 +64,7 @@ def go_down(
         candidate, tried, beaten = chosen[boundary].name, [], set[str]()
         for simpler in (*ladders[boundary][1:], None):
             if simpler is not None and simpler.name in beaten:
-                continue  # a heavier ridge than one that lost already
+                continue  # a heavier ridge of what lost to another method
             present = chosen[boundary]
             rest = {other: fit for other, fit in chosen.items() if other != boundary}
             choice = rest if simpler is None else {**rest, boundary: simpler}
@@ -87,7 +87,7 @@ def go_down(
             )
             if not stays:
                 chosen, current = choice, without
-            elif simpler is not None and useful:
+            elif simpler is not None and simpler.name != present.name and useful:
                 beaten.add(simpler.name)
         last = {key: tried[-1][key] for key in ("gain", "gain_standard_error")}
         entries[boundary] = {"candidate": candidate, **last, "tried": tried}

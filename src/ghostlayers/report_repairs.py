@@ -198,9 +198,9 @@ def _guard_picture(trials: list[Any]) -> Picture:
         "What the guard decided",
         "Each repair against the next simpler one, on held-out windows and on text that the dense "
         "model writes, each with the same weight. Whiskers: as many standard errors as the guard "
-        "asks for; it stays if they do not reach 0, unless only one of the two wins back enough of "
-        "what the cut lost. If all together win back too little, none stays, whatever is shown "
-        "here." + more,
+        "asks for: it stays if they do not reach 0 (with a lighter ridge, unless they stay below "
+        "0), or if it alone wins back enough of what the cut lost. If all together win back too "
+        "little, none stays, whatever is shown here." + more,
         [Panel(spec(data, layout, 60 + 40 * len(shown)), f"{kept} of {len(unlike)} trials kept.")],
         _guard_table(trials),
         [mark for mark in DECIDED if any(_decision(trial[2]) == mark.label for trial in shown)],
@@ -249,7 +249,7 @@ def _sides(tried: Mapping[str, Any]) -> tuple[str, str]:
 
 def _errors_asked(tried: Mapping[str, Any]) -> float:
     asked = tried.get("required_standard_errors")
-    return 1.0 if asked is None else float(asked)
+    return 1.0 if asked is None else abs(float(asked))
 
 
 def _decision(tried: Mapping[str, Any]) -> str:
