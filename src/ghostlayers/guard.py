@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MIN_WINDOWS = 4
 # Share of the lost nats that the operators must win back, on held-out windows and on written text.
 MIN_RECOVERED = 0.25
-MIN_WRITTEN = 0.15
+MIN_WRITTEN = 0.1
 REQUIRED = {
     "required_share": MIN_RECOVERED,
     "required_standard_errors": MIN_ERRORS,
@@ -107,7 +107,7 @@ def judge_repairs(
     if it gains more than one standard error over it, and another simpler repair unless the present
     one gains more than one standard error over that (two over none). A gain is the mean of that on
     held-out windows and that on text which the dense model writes. What is left must win back a
-    quarter of the nats that the cut loses on held-out windows and 15 % on the written text, each by
+    quarter of the nats that the cut loses on held-out windows and a tenth on the written text, each by
     more than two standard errors; or all go.
 
     Args:
