@@ -107,8 +107,8 @@ def judge_repairs(
     if it gains more than one standard error over it, and another simpler repair unless the present
     one gains more than one standard error over that (two over none). A gain is the mean of that on
     held-out windows and that on text which the dense model writes. What is left must win back a
-    quarter of the nats that the cut loses on held-out windows and a tenth on the written text, each by
-    more than two standard errors; or all go.
+    quarter of the nats that the cut loses on held-out windows and a tenth on the written text, each
+    by more than two standard errors; or all go.
 
     Args:
         dense: The dense model.
