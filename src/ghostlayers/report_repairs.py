@@ -96,7 +96,7 @@ def _error_picture(study: Study, rows: list[Any], looks: Mapping[str, Mark]) -> 
         "on windows that the fit has not seen where there are any. Left is better. Methods that "
         "count other tokens, or weight them, have a bar of their own: ghost-robust leaves the "
         f"massive ones out. A small error is no promise of a low perplexity.{more}",
-        [Panel(spec(data, layout, 60 + (28 if single else 40) * len(shown)), alt)],
+        [Panel(spec(data, layout, 84 + (28 if single else 40) * len(shown)), alt)],
         Table(header, cells, "Relative error before and after repair, percent"),
         [Mark("before", GREY, "square", "solid"), *(looks[name] for name in used)],
     )
