@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ghostlayers as gl
-from ghostlayers import guard_ladder
+from ghostlayers import guard, guard_ladder
 from ghostlayers.fit_ladder import HEAVIER, fit_ladder, ridges_of
 from ghostlayers.guard_gain import Gain, balanced
 from ghostlayers.guard_text import guard_scorer
@@ -182,16 +182,19 @@ def test_a_dense_model_without_a_finite_loss_writes_no_text():
         written_ids(model, random_ids(8, 16), num_windows=2, window=8, progress=False)
 
 
-def test_a_text_learned_by_heart_leaves_its_numbers():
-    model = tiny_model()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(4)
-    windows = random_ids(1, 2, seed=6).repeat(32, 1)
-    result = gl.prune(model, layers="3", windows=windows, progress=False)
+def test_repairs_that_written_text_drops_leave_its_numbers(monkeypatch):
+    monkeypatch.setattr(guard, "MIN_WRITTEN", 2.0)
+    monkeypatch.setattr(guard, "MIN_RECOVERED", -math.inf)
+    monkeypatch.setattr(guard.Gain, "exceeds", lambda self, errors: True)
+    result = gl.prune(tiny_model(), layers="3", windows=random_ids(16, 32), progress=False)
     text = result.record["guard"]["written_text"]
-    assert {"loss_dense", "loss_none", "loss_all_operators", "gain"} <= text.keys()
-    if not result.fits:
-        assert "% on text that the dense model writes" in result.warnings[0]
+    assert result.fits == {}
+    assert (text["kept"], text["required_share"]) == (False, 2.0)
+    for key in ("loss_dense", "loss_none", "loss_all_operators", "loss_chosen", "gain"):
+        assert math.isfinite(text[key])
+    assert text["gain"] == pytest.approx(text["loss_none"] - text["loss_chosen"], abs=1e-9)
+    won = f"wins back {100 * text['recovered_share']:.1f} % of what the cut loses on text that"
+    assert won in result.warnings[0]
 
 
 def test_the_record_says_which_ridge_is_used():
