@@ -22,6 +22,7 @@ from test_robust import RULE, noisy, robust
 
 BOUNDARY = Boundary(4, 6)
 NONE = [[3.0] * 4, [5.0] * 4]
+WOBBLE = (1.0, -1.0, 0.5, -0.5)
 
 
 def moments(count: int = 400):
@@ -64,7 +65,7 @@ def rung(ridge: float, name: str = "ghost-robust", value: float = 0.0) -> Operat
     return OperatorFit(name, {}, {"ridge": ridge}, fit_part=part)
 
 
-def go_down(gains, wanted=(0.0, 0.0), names=("ghost-robust",) * 4):
+def go_down(gains, wanted=(0.0, 0.0), names=("ghost-robust",) * 4, noise=0.0):
     """Go down a ladder whose rungs have ridges 0, 1, 2, ...; gains on each of two texts."""
     ladder = [rung(index, name) for index, name in zip(range(len(gains)), names, strict=False)]
     asked = []
@@ -74,7 +75,10 @@ def go_down(gains, wanted=(0.0, 0.0), names=("ghost-robust",) * 4):
             return NONE
         index = int(choice[BOUNDARY].diagnostics["ridge"])
         asked.append(index)
-        return [[loss - own for loss in text] for text, own in zip(NONE, gains[index], strict=True)]
+        return [
+            [loss - own + index * noise * way for loss, way in zip(text, WOBBLE, strict=True)]
+            for text, own in zip(NONE, gains[index], strict=True)
+        ]
 
     first = {BOUNDARY: ladder[0]}
     current = losses(first)
@@ -106,6 +110,9 @@ def test_a_heavier_ridge_must_gain_more_than_its_noise():
     assert Gain(-0.9, 1.0).exceeds(-1.0) and not Gain(-1.1, 1.0).exceeds(-1.0)
     assert not Gain(-0.1, 1.0).exceeds(0.0)
     assert not Gain(-math.inf, 0.0).exceeds(-1.0)
+    gains = [(0.5, 0.5), (0.55, 0.55)]
+    assert go_down(gains)[0] == go_down(gains, noise=0.05)[0] == 1
+    assert go_down(gains, noise=0.2)[0] == 0  # 0.05 nats at a standard error of 0.065
 
 
 def test_a_repair_that_harms_one_text_gives_way_to_one_that_does_not():
