@@ -185,6 +185,8 @@ def test_fewer_tokens_than_channels(num_tokens):
         assert fit.tensors["m"].abs().max() < 0.05
         split = fit_ghost_robust(robust(x, y, held_out=5), ridge=1e-9)
         assert any("no better than none" in line for line in split.warnings)
+        assert any("ridge 1e-09. Use at least 256 tokens." in line for line in split.warnings)
+        assert any("more windows or a ridge above 1e-09." in line for line in split.warnings)
 
 
 def test_channel_ten_thousand_times_larger():

@@ -280,6 +280,19 @@ def test_malformed_layer_lists(text):
         parse_layers(text, 8)
 
 
+@pytest.mark.parametrize("layers", [[14, 12, 13, 21], (12, 13, 14, 21), np.array([12, 13, 14, 21])])
+def test_layers_as_indices(layers):
+    assert gl.PruneConfig(layers=layers).layers == "12-14,21"
+    assert gl.PruneConfig(layers="12-14, 21").layers == "12-14, 21"
+    assert gl.PruneConfig(layers=range(3, 6)).layers == "3-5"
+
+
+@pytest.mark.parametrize("layers", [2, [], [True], [1.0], ["1"], [-1, 2], [None]])
+def test_what_is_no_list_of_layers(layers):
+    with pytest.raises(gl.PlanError, match=r"`layers` is .*Allowed: a text such as"):
+        gl.PruneConfig(layers=layers)
+
+
 def test_removable_layers():
     assert removable_layers(6) == (1, 2, 3, 4)
     assert removable_layers(6, protect_first=0, protect_last=0) == tuple(range(6))  # CASES 10

@@ -8,6 +8,7 @@ from typing import Any
 from .budget_values import budget_faults
 from .errors import GhostlayersError, unknown_name
 from .operators import GUARDED, RANKED, REFINED_STEPS, operator_names
+from .plan import layers_text
 from .selectors import AUTO, AUTO_MIN_WINDOWS, select_names
 from .selectors.own import is_own, own_name_fault
 
@@ -48,7 +49,7 @@ class PruneConfig:
 
     Exactly one of the budgets (the first six fields) decides how much goes. Every field is also a
     command-line flag of `ghostlayers prune` (underscores become dashes) and is stored in the
-    checkpoint.
+    checkpoint. From Python, `layers` may also be a sequence of indices; it becomes that text.
 
     Raises:
         GhostlayersError: At construction, with every fault in one message.
@@ -153,6 +154,8 @@ class PruneConfig:
     seed: int = _option(0, "seed of clustering and of sampled calibration text")
 
     def __post_init__(self) -> None:
+        if self.layers is not None:
+            object.__setattr__(self, "layers", layers_text(self.layers))
         faults = budget_faults(self)
         for name in ("num_windows", "batch_size", "score_windows", "laco_interval"):
             if getattr(self, name) < 1:

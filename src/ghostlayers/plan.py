@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from .errors import PlanError
 
@@ -128,6 +129,27 @@ def format_layers(layers: Sequence[int]) -> str:
         else:
             runs.append([layer, layer])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def layers_text(layers: object) -> str:
+    """Return the text that names some layers: a text as it is, a sequence of indices written.
+
+    Raises:
+        PlanError: If it is neither, or an index is negative.
+    """
+    if isinstance(layers, str):
+        return layers
+    found = list(layers) if isinstance(layers, Iterable) else []
+    if not found or not all(_is_index(layer) for layer in found):
+        raise PlanError(
+            f"`layers` is {layers!r}. Allowed: a text such as 12-18,21 (both ends included), or a "
+            "list of 0-based indices."
+        )
+    return format_layers([int(layer) for layer in found])
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 def removable_layers(

@@ -8,6 +8,7 @@ M is stored instead of W, so that the identity keeps its full precision in bfloa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -218,20 +219,23 @@ def _reduced(
 
 
 def fit_warnings(
-    moments: SplitMoments, diagnostics: dict[str, object], total: BoundaryMoments
+    moments: SplitMoments, diagnostics: dict[str, Any], total: BoundaryMoments
 ) -> list[str]:
     """Return what the user should know about a fit, one line each."""
     where, size = moments.boundary, total.gram.shape[0]
+    ridge = diagnostics.get("operator_ridge", diagnostics["ridge"])
     found = []
     if total.num_tokens < size:
+        fitted = f"has the ridge {ridge:g}" if ridge else "is the minimum-norm one"
         found.append(
             f"boundary {where}: {total.num_tokens} calibration tokens for hidden size {size}; the "
-            f"fit is the minimum-norm one. Use at least {4 * size} tokens or a ridge."
+            f"fit {fitted}. Use at least {4 * size} tokens{'' if ridge else ' or a ridge'}."
         )
     before, after = (diagnostics[f"held_out_error_{key}"] for key in ("before", "after"))
     if isinstance(before, float) and isinstance(after, float) and after >= before:
+        heavier = f"a ridge above {ridge:g}" if ridge else "a ridge such as 1e-3"
         found.append(
             f"boundary {where}: on held-out windows the operator is no better than none (relative "
-            f"error {after:.4f} against {before:.4f}). Use more windows or a ridge such as 1e-3."
+            f"error {after:.4f} against {before:.4f}). Use more windows or {heavier}."
         )
     return found
