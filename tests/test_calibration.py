@@ -244,6 +244,9 @@ def test_no_tokens_is_an_error(model):
     for settings in ({"num_remove": 1}, {"layers": "3"}):
         with pytest.raises(gl.CalibrationError, match="no calibration tokens"):
             gl.prune(model, windows=random_ids()[:0], **settings)
+        for recover in ("none", "ghost", "ghost-robust", "fold+ghost"):
+            with pytest.raises(gl.CalibrationError, match=r"no calibration .* shape \(2, 1\)"):
+                gl.prune(model, windows=random_ids()[:, :1], recover=recover, **settings)
 
 
 def test_tokens_outside_the_vocabulary_are_an_error(model):

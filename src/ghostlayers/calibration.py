@@ -53,6 +53,14 @@ class Windows:
         """SHA-256 of the (n, T) ids as little-endian int32, row-major."""
         return hashlib.sha256(self.ids.cpu().numpy().astype("<i4").tobytes()).hexdigest()
 
+    def require_targets(self) -> None:
+        """Raise a CalibrationError unless a token can be predicted in a window."""
+        if self.ids.ndim != 2 or not len(self.ids) or self.ids.shape[1] < 2:
+            raise CalibrationError(
+                f"no calibration tokens to predict in windows of shape {tuple(self.ids.shape)}. "
+                "Give (n, T) ids with n of 1 or more and T of 2 or more."
+            )
+
     def record(self) -> dict[str, Any]:
         """Return what a result must say about its windows, as JSON values."""
         return {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .changed_weights import change_weights_, layers_prefix
 from .decoder import decoder_layers
-from .errors import CalibrationError, PlanError, UnsupportedModelError
+from .errors import PlanError, UnsupportedModelError
 from .operators import NO_OPERATOR
 from .plan import PruningPlan, parse_layers
 from .selectors import (
@@ -117,7 +117,6 @@ def choose_by_model(
         Its choice, and the similarities if it read them.
 
     Raises:
-        CalibrationError: If a window holds no token to predict.
         PlanError: If it has no answer for this budget.
     """
     measured = [] if similarity is None else [similarity]
@@ -129,11 +128,6 @@ def choose_by_model(
             measured.append(found)
         return measured[0]
 
-    if config.select not in WITHOUT_WINDOWS and (not len(ids) or ids.shape[1] < 2):
-        raise CalibrationError(
-            f"calibration windows of shape {tuple(ids.shape)} hold no token to predict. Give one "
-            "or more windows of 2 tokens or more."
-        )
     left = plus_layers(config, len(decoder_layers(model)), allowed)
     context = ModelContext(model, ids, config, left, measure, progress)
     choice = get_model_selector(config.select)(context)

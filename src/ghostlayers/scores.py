@@ -205,13 +205,14 @@ def windows_of_run(
         made: Makes the windows that the settings ask for.
 
     Raises:
-        CalibrationError: If the scores are of other windows.
+        CalibrationError: If the scores are of other windows, or a window has no token to predict.
     """
     if windows is None and scores is not None and (stored or config.calibration == "self"):
         if not stored:
             scores.check_sampled(config, model_config)
         return scores.windows
     windows = made() if windows is None else windows
+    windows.require_targets()
     if scores is not None:
         scores.check_windows(windows)
     return windows
