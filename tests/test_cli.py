@@ -226,3 +226,43 @@ def _without_torch(args: list[str], expected: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout + done.stderr
+
+
+def test_a_reader_that_is_gone_is_no_error(work):
+    flags = ["prune", work / "m", "-o", work / "x", "--num-remove", 1, "--dry-run"]
+    command = [sys.executable, "-m", "ghostlayers", *map(str, flags)]
+    done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    done.stdout.close()
+    assert done.stderr.read() == b"" and done.wait() == 141
+
+
+# The same from Python.
+
+
+def test_models_and_tokenizers_by_path(work):
+    tokenizer = gl.load_tokenizer(work / "m")
+    result = gl.prune(
+        gl.load_model(str(work / "m"), dtype="bfloat16"),
+        tokenizer,
+        layers=[2, 5, 3],
+        recover="ghost",
+        calibration=str(work / "t.txt"),
+        num_windows=4,
+        window=32,
+    )
+    assert result.model.dtype == torch.bfloat16
+    assert repr(result) == (
+        "PruneResult(GhostLlamaForCausalLM without layers 2-3,5 of 8: "
+        "ghost in place of 2-3, ghost in place of 5)"
+    )
+    with pytest.raises(gl.CheckpointError, match="does not exist"):
+        gl.load_model("./no-such-model")
+
+
+def test_misspelt_settings_are_named(work):
+    model = gl.load_model(work / "m")
+    for call in (gl.prune, gl.analyze):
+        with pytest.raises(gl.GhostlayersError, match="'calibrtion'. Did you mean 'calibration'"):
+            call(model, calibrtion="c4")
+    with pytest.raises(gl.GhostlayersError, match="Unknown setting 'step'. Did you mean 'steps'"):
+        gl.finetune(model, model, torch.zeros(2, 8, dtype=torch.long), step=1)

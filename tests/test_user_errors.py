@@ -116,7 +116,10 @@ PLANS = {
     "device": (["--num-remove", "1", "--device", "gpu"], "'gpu'"),
     "no such device": (["--num-remove", "1", "--device", "cuda:99"], "'cuda:99'"),
     "meta device": (["--num-remove", "1", "--device", "meta"], "'meta'"),
+    "no such device here": (["--num-remove", "1", "--device", "cuda:99"], "Here: auto, cpu"),
     "flag": (["--num-remove", "1", "--nonsense"], "--nonsense"),
+    "flag, nearly": (["--num-remve", "1"], "--num-remve 1 (did you mean --num-remove?)"),
+    "flag, nearly, with =": (["--num-remve=1"], "(did you mean --num-remove?)"),
     "json": (["--num-remove", "1", "--json", "no/such/folder.json"], "folder does not exist"),
     "json folder": (["--num-remove", "1", "--json", "/"], "is a folder"),
 }
@@ -207,7 +210,7 @@ MODELS = {
         edit_weights(infinite),
         "hidden state 4 (what leaves layer 3) is not finite in float32",
     ),
-    "no tokenizer": (no_tokenizer, "tokenizer"),
+    "no tokenizer": (no_tokenizer, "has no tokenizer files (tokenizer.json, "),
     "cut tokenizer": (cut("tokenizer.json", 300), "tokenizer"),
 }
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .evaluation import PerplexityResult, perplexity
     from .finetune_config import FinetuneConfig
     from .finetuned_checkpoint import save_finetuned
+    from .loading import load_model, load_tokenizer
     from .moments import BoundaryMoments, SplitMoments
     from .operators import OperatorFit
     from .pipeline import PruneResult, prune
@@ -94,9 +95,11 @@ _EXPORTS = {
     "finetune": "distillation",
     "fit_operator": "steps",
     "fit_sink_rules": "steps",
+    "load_model": "loading",
     "load_pruned": "checkpoint",
     "load_scores": "scores_file",
     "load_tasks": "tasks",
+    "load_tokenizer": "loading",
     "measure_similarity": "steps",
     "measure_speed": "speed",
     "perplexity": "evaluation",

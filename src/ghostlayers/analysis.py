@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .calibration import Windows
 from .config import PruneConfig
 from .decoder import input_device, num_decoder_layers, text_config
-from .errors import CalibrationError, PlanError
+from .errors import CalibrationError, PlanError, configured
 from .model_checks import check_causal, check_reloadable
 from .pipeline import allowed_layers, calibration_windows
 from .rank_errors import checked_cuts
@@ -120,7 +120,7 @@ def analyze(
     """
     import torch
 
-    config = config or PruneConfig(**{"num_remove": 1, **settings})
+    config = config or configured(PruneConfig, {"num_remove": 1, **settings})
     check_reloadable(model)
     check_causal(model)
     cuts = checked_cuts(rank_errors, model.config)

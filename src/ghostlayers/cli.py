@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 import warnings
@@ -61,12 +62,33 @@ SAVING_VERBS = ("analyze", "prune")
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
+    """An argument parser whose errors are one line.
+
+    Attributes:
+        verbs: The parsers of its verbs, by name.
+    """
+
+    verbs: dict[str, _Parser]
 
     def error(self, message: str) -> NoReturn:
         if distributed.launched_rank():
             self.exit(2)  # the first process prints it
         self.exit(2, f"ghostlayers: error: {message}. See: {self.prog} --help\n")
+
+    def parse_args(self, *args: Any, **keywords: Any) -> Any:
+        """Parse; of options that the verb does not have, name the nearest one that it has."""
+        found, unknown = self.parse_known_args(*args, **keywords)
+        if unknown:
+            verb = self.verbs[found.verb]
+            verb.error(f"unrecognized arguments: {' '.join(unknown)}{verb.nearest(unknown)}")
+        return found
+
+    def nearest(self, unknown: Sequence[str]) -> str:
+        """Return a question that names the options nearest to unknown ones."""
+        names = [name.partition("=")[0] for name in unknown if name.startswith("--")]
+        near = [difflib.get_close_matches(name, self._option_string_actions, 1) for name in names]
+        found = [match for matches in near for match in matches]
+        return f" (did you mean {', '.join(found)}?)" if found else ""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -85,7 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ghostlayers {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
-    added = {}
+    added = parser.verbs = {}
     for verb, text in VERBS.items():
         sub = verbs.add_parser(verb, help=text, description=text[0].upper() + text[1:] + ".")
         sub.add_argument(
@@ -166,7 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments; None takes those of the process.
 
     Returns:
-        Exit status: 0; 2 for an error that the user can mend; 130 after Ctrl-C.
+        Exit status: 0; 2 for an error that the user can mend; 130 after Ctrl-C; 141 when nobody
+        reads the output any more.
     """
     if not sys.stderr.isatty() or distributed.launched_rank():
         os.environ.setdefault("TQDM_DISABLE", "1")
@@ -175,13 +198,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("default" if args.debug else "ignore")
     try:
         with needing_transformers():
-            return _run(args)
+            status = _run(args)
+            sys.stdout.flush()
+            return status
     except GhostlayersError as error:
         if args.debug:
             raise
         if not error.repeated:
             print(f"ghostlayers: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read the output is gone, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as shells say of a process that ended by SIGPIPE
     except OSError as error:  # a full disk, a folder that may not be read, a name too long
         if args.debug:
             raise

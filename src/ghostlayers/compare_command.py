@@ -146,7 +146,7 @@ class _Prepared:
 
         from .calibration import resolve_window
         from .decoder import text_config
-        from .loading import resolve_device
+        from .devices import resolve_device
         from .operators import RANKED, check_size
         from .plan import check_num_remove, parse_layers
 

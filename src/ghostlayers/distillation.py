@@ -20,7 +20,7 @@ import torch
 
 from .calibration import Windows
 from .decoder import input_device, input_embeddings
-from .errors import CalibrationError, GhostlayersError, UnsupportedModelError
+from .errors import CalibrationError, GhostlayersError, UnsupportedModelError, configured
 from .evaluation import perplexity
 from .finetune_config import FinetuneConfig
 from .moments import held_out_windows
@@ -107,7 +107,7 @@ def finetune(
         >>> import ghostlayers as gl                                              # doctest: +SKIP
         >>> result = gl.finetune(pruned, dense, windows, steps=100)               # doctest: +SKIP
     """
-    config = config or FinetuneConfig(**settings)
+    config = config or configured(FinetuneConfig, settings)
     if isinstance(windows, torch.Tensor):
         windows = Windows(windows, "windows given in", bos_per_window=False)
     _check(model, teacher, windows, config)

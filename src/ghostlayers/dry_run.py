@@ -55,7 +55,7 @@ def describe_run(
         ["decoder layers", str(depth)],
         ["hidden size", str(size)],
         ["layers that go", goes],
-        ["calibration tokens", str(config.num_windows * window)],
+        ["calibration tokens (at most)", str(config.num_windows * window)],
         [
             "moments per boundary",
             "known once the model is loaded" if folding else f"{moments / 1e6:.1f} MB (float64)",

@@ -7,8 +7,12 @@ to do. The command line prints it and exits with status 2.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from textwrap import shorten
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class GhostlayersError(ValueError):
@@ -72,3 +76,22 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> GhostlayersError
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return GhostlayersError(f"Unknown {kind} {name!r}. {hint}Allowed: {', '.join(names)}.")
+
+
+def one_line(what: str, error: BaseException) -> str:
+    """Say in one line what failed and the class and message of the error behind it."""
+    reason = shorten(str(error), 300, placeholder=" ...") or "no reason given"
+    return f"{what} ({type(error).__name__}: {reason.rstrip('.')})."
+
+
+def configured(kind: type[T], settings: Mapping[str, Any]) -> T:
+    """Make a configuration, a dataclass, from keyword settings.
+
+    Raises:
+        GhostlayersError: If it has no setting of such a name.
+    """
+    known = [item.name for item in fields(kind)]  # type: ignore[arg-type]
+    for name in settings:
+        if name not in known:
+            raise unknown_name("setting", name, known)
+    return kind(**settings)

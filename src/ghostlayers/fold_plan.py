@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from .decoder import decoder_layers, text_config
+from .devices import resolve_device
 from .errors import CalibrationError, UnsupportedModelError
 from .feature_moments import gram_bytes
 from .fold_sites import FoldSite, FoldSites, find_fold_sites, layer_before
-from .loading import resolve_device
 from .operators import REPLACING
 from .plan import Boundary, PruningPlan
 

@@ -6,14 +6,13 @@ import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from .errors import CheckpointError, GhostlayersError, UnsupportedModelError
+from .devices import resolve_device
+from .errors import CheckpointError, GhostlayersError, UnsupportedModelError, one_line
 from .placement import Placement, check_parts, check_places, place_
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 GHOST_MODEL_TYPE = "ghostlayers"
@@ -27,6 +26,8 @@ GGUF_TRACES = (
     "_model_name_or_path",
 )
 SETTINGS_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+# Names of a tokenizer's files, of which each has one or more.
+TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "*merges*", "*bpe*")
 SNAPSHOT_IGNORE = ("original/*", "consolidated*", "*.gguf", "*.bin", "*.pth", "*.h5", "*.msgpack")
 
 
@@ -87,6 +88,10 @@ def locate(name: str) -> ModelSource:
     return _download(name)
 
 
+def _located(source: ModelSource | str | Path) -> ModelSource:
+    return source if isinstance(source, ModelSource) else locate(str(source))
+
+
 def _download(name: str) -> ModelSource:
     folder = _snapshot(name, allow_patterns=list(SETTINGS_FILES))
     revision = folder.name if len(folder.name) == 40 else None
@@ -130,7 +135,7 @@ def load_config(source: ModelSource) -> Any:
         config = AutoConfig.from_pretrained(source.folder, **source.keywords)
     except Exception as error:  # transformers' own, hub's strict dataclasses, ...
         raise CheckpointError(
-            _one_line(f"MODEL {source.name!r}: cannot read its config", error)
+            one_line(f"MODEL {source.name!r}: cannot read its config", error)
         ) from error
     known = type(config) in AutoModelForCausalLM._model_mapping
     if not known and config.model_type != GHOST_MODEL_TYPE:
@@ -141,52 +146,36 @@ def load_config(source: ModelSource) -> Any:
     return config
 
 
-def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: ModelSource | str | Path) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer.
+
+    Args:
+        source: Hub id, checkpoint folder or `.gguf` file, or what `locate` found.
 
     Raises:
         CheckpointError: If the source holds none.
     """
     from transformers import AutoTokenizer
 
+    source = _located(source)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source.folder, **source.keywords
         )
     except Exception as error:  # the tokenizers library raises bare exceptions
+        if not source.gguf and not any(any(source.folder.glob(n)) for n in TOKENIZER_FILES):
+            raise CheckpointError(
+                f"MODEL {source.name!r} has no tokenizer files (tokenizer.json, tokenizer.model, "
+                "...). Copy those of the model it was made from into its folder."
+            ) from error
         raise CheckpointError(
-            _one_line(f"MODEL {source.name!r}: cannot load a tokenizer", error)
+            one_line(f"MODEL {source.name!r}: cannot load a tokenizer", error)
         ) from error
     return tokenizer
 
 
-def resolve_device(
-    name: str, *, option: str = "device", dtype: torch.dtype | None = None
-) -> torch.device:
-    """Choose the device; `auto` takes CUDA if there is one, else the CPU.
-
-    Args:
-        name: As for the command line.
-        option: What to call it in an error.
-        dtype: A dtype that it must have.
-
-    Raises:
-        GhostlayersError: If the device does not exist here.
-    """
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.ones(1, device=device, dtype=dtype).item()
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise GhostlayersError(_one_line(f"`{option}` {name!r} cannot be used", error)) from error
-    return device
-
-
 def load_model(
-    source: ModelSource,
+    source: ModelSource | str | Path,
     *,
     dtype: str = "auto",
     device: str = "auto",
@@ -198,7 +187,7 @@ def load_model(
     so that it can be saved.
 
     Args:
-        source: From `locate`.
+        source: Hub id, checkpoint folder or `.gguf` file, or what `locate` found.
         dtype: `auto` keeps the stored dtype (float32 for GGUF).
         device: See `resolve_device`; not read if the placement has a device map.
         placement: Where the weights go if they do not fit on one device.
@@ -214,6 +203,7 @@ def load_model(
     import transformers
     from transformers import AutoModelForCausalLM
 
+    source = _located(source)
     placement = Placement() if placement is None else placement
     target = None if placement.device_map is not None else resolve_device(device)
     if source.gguf and target is None:
@@ -244,7 +234,7 @@ def load_model(
     except GhostlayersError:
         raise
     except Exception as error:  # safetensors, pickle and the quantizers have their own classes
-        raise CheckpointError(_one_line(f"MODEL {source.name!r}: cannot load it", error)) from error
+        raise CheckpointError(one_line(f"MODEL {source.name!r}: cannot load it", error)) from error
     model: PreTrainedModel = loaded[0]
     check_loading_info(source.name, loaded[1])
     if source.gguf:
@@ -284,8 +274,3 @@ def _forget_quantization(model: PreTrainedModel) -> None:
         for attribute in GGUF_TRACES:
             if attribute in vars(holder):
                 delattr(holder, attribute)
-
-
-def _one_line(what: str, error: BaseException) -> str:
-    reason = shorten(str(error), 300, placeholder=" ...") or "no reason given"
-    return f"{what} ({type(error).__name__}: {reason.rstrip('.')})."

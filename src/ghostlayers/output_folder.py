@@ -35,7 +35,9 @@ def check_output(
     if not str(out):
         raise CheckpointError("output is ''. Give a folder name.")
     if path.exists() and not force:
-        raise CheckpointError(f"output {str(path)!r} exists. Choose another name or pass --force.")
+        raise CheckpointError(
+            f"output {str(path)!r} exists. Choose another name, or --force (force=True)."
+        )
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"output {str(path)!r} is a file. Choose a folder name.")
     inside = [Path.cwd()] if source is None else [Path.cwd(), source.folder.resolve()]

@@ -23,7 +23,7 @@ from .calibration import (
 )
 from .config import PruneConfig
 from .decoder import num_decoder_layers, remove_layers_, text_config
-from .errors import CalibrationError, PlanError
+from .errors import CalibrationError, PlanError, configured
 from .fingerprint import config_sha256, shared_fingerprint
 from .layer_fields import protected_layers
 from .layerwise import runs_layerwise
@@ -31,7 +31,14 @@ from .model_checks import check_attachable, check_cache, check_causal, check_rel
 from .model_selection import change_layers_, check_model_selector, needs_windows
 from .model_sizes import structure
 from .operators import ATTACHING, NO_OPERATOR, OperatorFit, check_size
-from .plan import Boundary, PruningPlan, check_num_remove, parse_layers, removable_layers
+from .plan import (
+    Boundary,
+    PruningPlan,
+    check_num_remove,
+    format_layers,
+    parse_layers,
+    removable_layers,
+)
 from .pruning_run import PruningRun
 from .quantized import check_quantized, is_quantized
 from .recovered import Recovery
@@ -68,6 +75,17 @@ class PruneResult:
     tokenizer: PreTrainedTokenizerBase | None = None
     warnings: tuple[str, ...] = field(default=())
     changed: frozenset[str] = frozenset()
+
+    def __repr__(self) -> str:
+        repairs = [
+            f"{fit.name} in place of {format_layers(range(boundary.start, boundary.stop))}"
+            for boundary, fit in self.fits.items()
+        ]
+        return (
+            f"PruneResult({type(self.model).__name__} without layers "
+            f"{format_layers(self.plan.removed)} of {self.plan.num_layers}: "
+            f"{', '.join(repairs) or 'no repair'})"
+        )
 
 
 def calibration_windows(
@@ -205,7 +223,8 @@ def prune(
     """
     stored = config is None and not any(name in settings for name in CALIBRATION_SETTINGS)
     if config is None:
-        config = PruneConfig(**(settings if scores is None else scores.settings_with(settings)))
+        given = settings if scores is None else scores.settings_with(settings)
+        config = configured(PruneConfig, given)
     plan = resolve_plan(config, model.config)
     dense = _check_model(model, config, scores)
     budget = size_budget(config, model, text_config(model.config).hidden_size, source=source)

@@ -199,7 +199,7 @@ def check_places(placement: Placement) -> None:
     Raises:
         GhostlayersError: If one is not.
     """
-    from .loading import resolve_device
+    from .devices import resolve_device
 
     places = placement.device_map
     named = [] if places is None or isinstance(places, str) else list(places.values())

@@ -34,6 +34,6 @@ def check_quantized(config: PruneConfig, model_config: Any) -> None:
     if config.recover != NO_OPERATOR:
         raise UnsupportedModelError(
             f"the model is quantized ({method}) and `recover` is {config.recover!r}: a reload "
-            "would quantize the operators as well. Prune the unquantized model, or use `recover` "
-            "none."
+            "would quantize the operators as well. Prune the unquantized model (a GGUF file is one "
+            "where `ghostlayers.load_model` opens it), or use `recover` none."
         )

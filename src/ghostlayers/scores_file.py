@@ -100,7 +100,9 @@ def check_scores_target(path: str | Path, *, force: bool = False) -> Path:
     if target.is_dir():
         raise CheckpointError(f"scores {str(target)!r} is a folder. Give a file name.")
     if target.exists() and not force:
-        raise CheckpointError(f"scores {str(target)!r} exist. Choose another name or pass --force.")
+        raise CheckpointError(
+            f"scores {str(target)!r} exist. Choose another name, or --force (force=True)."
+        )
     if not target.absolute().parent.is_dir() or not os.access(target.absolute().parent, os.W_OK):
         raise CheckpointError(
             f"scores {str(target)!r}: their folder does not exist or cannot be written."
