@@ -150,12 +150,25 @@ def test_steps_are_deterministic_by_seed():
 def test_what_does_not_lower_the_held_out_divergence_is_dropped(monkeypatch):
     """Steps a thousand times too long destroy the model: nothing of them may stay."""
     dense, fit = planted(), operator(torch.zeros(64, 64))
-    for rate in (10.0, float("inf")):
-        monkeypatch.setattr(refinement, "RATE", rate)
-        outcome, _ = refined(dense, fit, steps=6)
-        assert outcome.record["used"] is False
-        assert list(outcome.ladders.values()) == [(fit,)]
+    for rates in ((10.0,), (10.0, 20.0), (float("inf"),)):
+        for steps in (6, 20):  # the end and the trial
+            monkeypatch.setattr(refinement, "RATES", rates)
+            outcome, _ = refined(dense, fit, steps=steps)
+            assert outcome.record["used"] is False
+            assert outcome.record["rate"] == rates[-1]
+            assert list(outcome.ladders.values()) == [(fit,)]
     assert outcome.record["held_out_divergence_after"] is None
+
+
+def test_a_shorter_step_is_taken_where_one_is_too_long(monkeypatch):
+    dense, fit, boundary = planted(), operator(torch.zeros(64, 64)), Boundary(3, 5)
+    expected, _ = refined(dense, fit, steps=20)
+    assert expected.record["rate"] == refinement.RATES[0] and expected.record["used"]
+    monkeypatch.setattr(refinement, "RATES", (10.0, float("inf"), *refinement.RATES))
+    outcome, _ = refined(dense, fit, steps=20)
+    assert outcome.record == expected.record
+    m = [found.ladders[boundary][0].tensors["m"] for found in (expected, outcome)]
+    assert torch.equal(*m)
 
 
 def test_windows_are_no_more_than_the_steps_need():
