@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # Lengths of a step at its peak, in root mean squares of the map's weight: the next is tried where
 # one does not lower the divergence.
 RATES = (7e-3, 2.3e-3, 0.8e-3)
-# Steps after which a rate has to have lowered it.
+# Steps after which a rate, but the last one, has to have lowered it.
 TRIAL = 8
 Ladders = dict[Boundary, tuple[OperatorFit, ...]]
 
@@ -188,7 +188,7 @@ def refine_repairs(
             run = Steps(student, train, list(student.maps.values()), steps, rate, seed, progress)
             run.make(TRIAL)
             after = student.mean_divergence(test)
-            if run.left and after < before:
+            if run.left and (after < before or rate == RATES[-1]):
                 run.make(run.left)
                 after = student.mean_divergence(test)
             if used := not run.left and after < before:
