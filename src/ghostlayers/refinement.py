@@ -147,6 +147,8 @@ def refine_repairs(
 ) -> Refined:
     """Refine the most complex repair of every boundary, all of them together.
 
+    Of repairs that differ in their ridge alone, those with the lowest divergence are refined.
+
     What the steps add to the repairs fitted without the held-out windows is added to those fitted
     on all windows as well: one run of steps serves both. Every process of a session makes all
     steps, which follow one another; the first one's result is that of all.
@@ -182,7 +184,12 @@ def refine_repairs(
             RefinementWindows.of(scorers[1], start),
         )
         bare = scorers[1].suffix(pruned, plan, start)
-        before = _Student.of(bare, first).mean_divergence(test)
+        starts = _starts(first, ladders)
+        divergences = [_Student.of(bare, fits).mean_divergence(test) for fits in starts]
+    divergences = distributed.same(divergences)
+    before = min(divergences)
+    first = starts[divergences.index(before)]
+    with distributed.section(), distributed.alone():
         for rate in RATES:
             student = _Student.of(bare, first)
             run = Steps(student, train, list(student.maps.values()), steps, rate, seed, progress)
@@ -214,6 +221,20 @@ def refine_repairs(
         top = replace(fit, name=fit.name + REFINED, diagnostics=diagnostics)
         refined[boundary] = (top, *ladders[boundary])
     return Refined({**ladders, **refined}, record)
+
+
+def _starts(
+    first: Mapping[Boundary, OperatorFit], ladders: Ladders
+) -> list[dict[Boundary, OperatorFit]]:
+    """List where the steps may start: the first repairs, and the same with heavier ridges."""
+    rungs = {
+        boundary: [rung for rung in ladders[boundary] if rung.name == fit.name]
+        for boundary, fit in first.items()
+    }
+    return [
+        {boundary: own[min(number, len(own) - 1)] for boundary, own in rungs.items()}
+        for number in range(max(map(len, rungs.values())))
+    ]
 
 
 def _obstacle(dense: PreTrainedModel, fits: Iterable[OperatorFit], ids: Tensor) -> str | None:
