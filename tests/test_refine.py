@@ -78,12 +78,12 @@ def divergence(model, dense):
     return float(F.kl_div(found, wanted, log_target=True, reduction="none").sum(-1).mean())
 
 
-def refined(dense, fit, **settings):
-    """Refine one fit of the boundary [3, 5); return the outcome, and the model with its repair."""
+def refined(dense, *fits, **settings):
+    """Refine a ladder of the boundary [3, 5); return the outcome, and the model with its repair."""
     plan = PruningPlan(8, (3, 4))
     bare, ids = cut(dense, plan), sampled(dense, 32, length=48)
     settings = {"steps": 30, "batch_size": 24, "progress": False, **settings}
-    ladders = {plan.boundaries[0]: (fit,)}
+    ladders = {plan.boundaries[0]: fits}
     outcome = refinement.Refined(ladders, None)
     if settings["steps"]:
         outcome = refine_repairs(dense, bare, plan, ladders, ids, **settings)
@@ -169,6 +169,20 @@ def test_a_shorter_step_is_taken_where_one_is_too_long(monkeypatch):
     assert outcome.record == expected.record
     m = [found.ladders[boundary][0].tensors["m"] for found in (expected, outcome)]
     assert torch.equal(*m)
+
+
+@pytest.mark.parametrize("best", [0, 1, 2])
+def test_of_several_ridges_the_one_with_the_lowest_divergence_is_refined(best):
+    dense, boundary = planted(), Boundary(3, 5)
+    wanted = decoder_layers(dense)[4].matrix
+    fits = [operator((0.9 if number == best else 0.3) * wanted) for number in range(3)]
+    other = OperatorFit("ghost", {"m": wanted}, {}, fit_part={"m": wanted.clone()})
+    outcome, _ = refined(dense, *fits, other, steps=1)  # another method is no other ridge
+    apart, _ = refined(dense, fits[best], steps=1)
+    assert outcome.record == apart.record and outcome.record["used"]
+    top, *rest = outcome.ladders[boundary]
+    assert torch.equal(top.tensors["m"], apart.ladders[boundary][0].tensors["m"])
+    assert tuple(rest) == (*fits, other)
 
 
 def test_windows_are_no_more_than_the_steps_need():
