@@ -78,12 +78,12 @@ def divergence(model, dense):
     return float(F.kl_div(found, wanted, log_target=True, reduction="none").sum(-1).mean())
 
 
-def refined(dense, fit, **settings):
-    """Refine one fit of the boundary [3, 5); return the outcome, and the model with its repair."""
+def refined(dense, *fits, **settings):
+    """Refine a ladder of the boundary [3, 5); return the outcome, and the model with its repair."""
     plan = PruningPlan(8, (3, 4))
     bare, ids = cut(dense, plan), sampled(dense, 32, length=48)
     settings = {"steps": 30, "batch_size": 24, "progress": False, **settings}
-    ladders = {plan.boundaries[0]: (fit,)}
+    ladders = {plan.boundaries[0]: fits}
     outcome = refinement.Refined(ladders, None)
     if settings["steps"]:
         outcome = refine_repairs(dense, bare, plan, ladders, ids, **settings)
@@ -150,12 +150,39 @@ def test_steps_are_deterministic_by_seed():
 def test_what_does_not_lower_the_held_out_divergence_is_dropped(monkeypatch):
     """Steps a thousand times too long destroy the model: nothing of them may stay."""
     dense, fit = planted(), operator(torch.zeros(64, 64))
-    for rate in (10.0, float("inf")):
-        monkeypatch.setattr(refinement, "RATE", rate)
-        outcome, _ = refined(dense, fit, steps=6)
-        assert outcome.record["used"] is False
-        assert list(outcome.ladders.values()) == [(fit,)]
+    for rates in ((10.0,), (10.0, 20.0), (float("inf"),)):
+        for steps in (6, 20):  # the end and the trial
+            monkeypatch.setattr(refinement, "RATES", rates)
+            outcome, _ = refined(dense, fit, steps=steps)
+            assert outcome.record["used"] is False
+            assert outcome.record["rate"] == rates[-1]
+            assert list(outcome.ladders.values()) == [(fit,)]
     assert outcome.record["held_out_divergence_after"] is None
+
+
+def test_a_shorter_step_is_taken_where_one_is_too_long(monkeypatch):
+    dense, fit, boundary = planted(), operator(torch.zeros(64, 64)), Boundary(3, 5)
+    expected, _ = refined(dense, fit, steps=20)
+    assert expected.record["rate"] == refinement.RATES[0] and expected.record["used"]
+    monkeypatch.setattr(refinement, "RATES", (10.0, float("inf"), *refinement.RATES))
+    outcome, _ = refined(dense, fit, steps=20)
+    assert outcome.record == expected.record
+    m = [found.ladders[boundary][0].tensors["m"] for found in (expected, outcome)]
+    assert torch.equal(*m)
+
+
+@pytest.mark.parametrize("best", [0, 1, 2])
+def test_of_several_ridges_the_one_with_the_lowest_divergence_is_refined(best):
+    dense, boundary = planted(), Boundary(3, 5)
+    wanted = decoder_layers(dense)[4].matrix
+    fits = [operator((0.9 if number == best else 0.3) * wanted) for number in range(3)]
+    other = OperatorFit("ghost", {"m": wanted}, {}, fit_part={"m": wanted.clone()})
+    outcome, _ = refined(dense, *fits, other, steps=1)  # another method is no other ridge
+    apart, _ = refined(dense, fits[best], steps=1)
+    assert outcome.record == apart.record and outcome.record["used"]
+    top, *rest = outcome.ladders[boundary]
+    assert torch.equal(top.tensors["m"], apart.ladders[boundary][0].tensors["m"])
+    assert tuple(rest) == (*fits, other)
 
 
 def test_windows_are_no_more_than_the_steps_need():

@@ -8,7 +8,9 @@ over text that the dense model writes.
 
 With W the map's weight (I + M for an operator) and rms(W) the root mean square of its elements, the
 steps are those of Adam (Kingma and Ba, arXiv 1412.6980, algorithm 1) with the step length
-RATE·rms(W): scaling a map's input or output changes nothing.
+rate·rms(W): scaling a map's input or output changes nothing. How long steps may be depends on the
+model all the same: where the divergence on held-out windows has not fallen after a few steps, or
+at the end, the steps begin anew with a third of the rate.
 """
 
 from __future__ import annotations
@@ -17,12 +19,10 @@ import math
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from . import distributed
 from .decoder import decoder_layers, frozen_copy, input_device, share_tensors
@@ -31,17 +31,20 @@ from .guard import MIN_WINDOWS, first_changed_layer
 from .modeling_ghostlayers import GhostOperator
 from .operators import REFINED, OperatorFit
 from .plan import Boundary, PruningPlan
+from .refinement_steps import Steps
 from .refinement_windows import RefinementWindows, refinement_scorers
 from .repairs import apply_repairs_, is_tested, with_change, without_held_out
 from .suffix import Suffix, fed
-from .trained_maps import TrainedMap, recording, take_gradients_, take_weights_of_first_
+from .trained_maps import TrainedMap, take_weights_of_first_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Length of a step at its peak, in root mean squares of the map's weight, and steps up to there.
-RATE = 7e-3
-WARMUP = 4
+# Lengths of a step at its peak, in root mean squares of the map's weight: the next is tried where
+# one does not lower the divergence.
+RATES = (7e-3, 2.3e-3, 0.8e-3)
+# Steps after which a rate, but the last one, has to have lowered it.
+TRIAL = 8
 Ladders = dict[Boundary, tuple[OperatorFit, ...]]
 
 
@@ -144,6 +147,8 @@ def refine_repairs(
 ) -> Refined:
     """Refine the most complex repair of every boundary, all of them together.
 
+    Of repairs that differ in their ridge alone, those with the lowest divergence are refined.
+
     What the steps add to the repairs fitted without the held-out windows is added to those fitted
     on all windows as well: one run of steps serves both. Every process of a session makes all
     steps, which follow one another; the first one's result is that of all.
@@ -178,19 +183,33 @@ def refine_repairs(
             RefinementWindows.of(scorers[0], start, given),
             RefinementWindows.of(scorers[1], start),
         )
-        student = _Student.of(scorers[1].suffix(pruned, plan, start), first)
-        before = student.mean_divergence(test)
-        losses = _follow(student, train, steps, seed, progress=progress)
-        after = student.mean_divergence(test) if len(losses) == steps else math.inf
+        bare = scorers[1].suffix(pruned, plan, start)
+        starts = _starts(first, ladders)
+        divergences = [_Student.of(bare, fits).mean_divergence(test) for fits in starts]
+    divergences = distributed.same(divergences)
+    before = min(divergences)
+    first = starts[divergences.index(before)]
+    with distributed.section(), distributed.alone():
+        for rate in RATES:
+            student = _Student.of(bare, first)
+            run = Steps(student, train, list(student.maps.values()), steps, rate, seed, progress)
+            run.make(TRIAL)
+            after = student.mean_divergence(test)
+            if run.left and (after < before or rate == RATES[-1]):
+                run.make(run.left)
+                after = student.mean_divergence(test)
+            if used := not run.left and after < before:
+                break
     take_weights_of_first_(list(student.maps.values()))
     record = {
         "steps": steps,
+        "rate": rate,
         "windows": given,
         "written_windows": len(scorers[0].ids) - given,
         "held_out_windows": len(scorers[1].ids),
         "held_out_divergence_before": before,
         "held_out_divergence_after": after if math.isfinite(after) else None,
-        "used": after < before,
+        "used": used,
     }
     record = distributed.same(record)
     if not record["used"]:
@@ -204,6 +223,20 @@ def refine_repairs(
     return Refined({**ladders, **refined}, record)
 
 
+def _starts(
+    first: Mapping[Boundary, OperatorFit], ladders: Ladders
+) -> list[dict[Boundary, OperatorFit]]:
+    """List where the steps may start: the first repairs, and the same with heavier ridges."""
+    rungs = {
+        boundary: [rung for rung in ladders[boundary] if rung.name == fit.name]
+        for boundary, fit in first.items()
+    }
+    return [
+        {boundary: own[min(number, len(own) - 1)] for boundary, own in rungs.items()}
+        for number in range(max(map(len, rungs.values())))
+    ]
+
+
 def _obstacle(dense: PreTrainedModel, fits: Iterable[OperatorFit], ids: Tensor) -> str | None:
     """Say why nothing can be refined, or return None."""
     if len(ids) < MIN_WINDOWS or not all(map(is_tested, fits)):
@@ -211,37 +244,3 @@ def _obstacle(dense: PreTrainedModel, fits: Iterable[OperatorFit], ids: Tensor) 
     if any(parameter.is_meta for parameter in dense.parameters()):
         return "a weight of the model is offloaded"
     return None
-
-
-def _follow(
-    student: _Student, windows: RefinementWindows, steps: int, seed: int, *, progress: bool
-) -> list[float]:
-    """Make the steps; return the mean divergence before each, cut short where one is not finite."""
-    maps, losses = list(student.maps.values()), list[float]()
-    optimizer = torch.optim.Adam([{"params": [m.weight], "lr": RATE * m.scale} for m in maps])
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_decay, steps=steps))
-    generator = torch.Generator().manual_seed(seed)
-    order: list[int] = []
-    bar = tqdm(total=steps, desc="refining", disable=None if progress else True, unit="step")
-    with bar, recording(maps):
-        while len(losses) < steps:
-            if not order:
-                shuffled = torch.randperm(len(windows.order), generator=generator).tolist()
-                order = [windows.order[index] for index in shuffled]
-            total, count = student.divergence(windows, order.pop())
-            loss = float(total.detach()) / count
-            if not math.isfinite(loss):
-                break
-            take_gradients_(total, maps, count)
-            optimizer.step()
-            schedule.step()
-            for trained in maps:
-                trained.write_()
-            losses.append(loss)
-            bar.update()
-    return losses
-
-
-def _decay(step: int, *, steps: int) -> float:
-    """Return the step length over its peak: linear warm-up, then a cosine down to nearly 0."""
-    return min(1.0, (step + 1) / WARMUP) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
