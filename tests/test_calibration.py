@@ -247,6 +247,9 @@ def test_no_tokens_is_an_error(model):
         for recover in ("none", "ghost", "ghost-robust", "fold+ghost"):
             with pytest.raises(gl.CalibrationError, match=r"no calibration .* shape \(2, 1\)"):
                 gl.prune(model, windows=random_ids()[:, :1], recover=recover, **settings)
+    scores = gl.analyze(model, windows=random_ids()[:, :1]).scores
+    with pytest.raises(gl.CalibrationError, match=r"no calibration .* shape \(2, 1\)"):
+        gl.prune(model, scores=scores, num_remove=1, select="shortened-ppl")
 
 
 def test_tokens_outside_the_vocabulary_are_an_error(model):

@@ -17,6 +17,8 @@ from ghostlayers.fold_sites import find_fold_sites
 from ghostlayers.operators import OperatorFit
 from ghostlayers.plan import Boundary, PruningPlan
 from ghostlayers.refinement import refine_repairs
+from ghostlayers.refinement_steps import Steps
+from ghostlayers.refinement_windows import RefinementWindows
 from ghostlayers.repairs import apply_repairs_
 from ghostlayers.steps import cut
 from ghostlayers.trained_maps import TrainedMap, recording, take_gradients_
@@ -183,6 +185,21 @@ def test_of_several_ridges_the_one_with_the_lowest_divergence_is_refined(best):
     top, *rest = outcome.ladders[boundary]
     assert torch.equal(top.tensors["m"], apart.ladders[boundary][0].tensors["m"])
     assert tuple(rest) == (*fits, other)
+
+
+def test_steps_stop_where_a_divergence_is_not_finite():
+    trained = TrainedMap.of(nn.Linear(3, 3, bias=False).requires_grad_(False))
+    windows = RefinementWindows([], [], [], None, order=[0, 1, 2])
+
+    class Student:
+        def divergence(self, _windows, index):
+            y = trained.module(torch.ones(2, 3))
+            return (y.sum() * (math.inf if index == 1 else 1.0)), 2
+
+    run = Steps(Student(), windows, [trained], 6, 1e-3, 0, False)
+    order = torch.randperm(3, generator=torch.Generator().manual_seed(0)).tolist()[::-1]
+    assert run.make(6) is False and run.left == 6 - order.index(1)
+    assert torch.isfinite(trained.weight).all()
 
 
 def test_windows_are_no_more_than_the_steps_need():

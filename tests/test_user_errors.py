@@ -116,7 +116,7 @@ PLANS = {
     "device": (["--num-remove", "1", "--device", "gpu"], "'gpu'"),
     "no such device": (["--num-remove", "1", "--device", "cuda:99"], "'cuda:99'"),
     "meta device": (["--num-remove", "1", "--device", "meta"], "'meta'"),
-    "no such device here": (["--num-remove", "1", "--device", "cuda:99"], "Here: auto, cpu"),
+    "no such device here": (["--num-remove", "1", "--device", "cuda:99"], "Devices here: cpu"),
     "flag": (["--num-remove", "1", "--nonsense"], "--nonsense"),
     "flag, nearly": (["--num-remve", "1"], "--num-remve 1 (did you mean --num-remove?)"),
     "flag, nearly, with =": (["--num-remve=1"], "(did you mean --num-remove?)"),

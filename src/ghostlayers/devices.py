@@ -32,7 +32,7 @@ def resolve_device(
         torch.ones(1, device=device, dtype=dtype).item()
     except (RuntimeError, AssertionError, TypeError) as error:
         line = one_line(f"`{option}` {name!r} cannot be used", error)
-        raise GhostlayersError(f"{line} Here: {', '.join(_devices())}.") from error
+        raise GhostlayersError(f"{line} Devices here: {', '.join(_devices())}.") from error
     return device
 
 
@@ -40,5 +40,5 @@ def _devices() -> list[str]:
     """List the devices of this machine that can be named."""
     import torch
 
-    found = ["auto", "cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    found = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     return [*found, "mps"] if torch.backends.mps.is_available() else found

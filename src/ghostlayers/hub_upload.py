@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
-from .errors import CheckpointError
+from .errors import CheckpointError, one_line
 
 
 def check_push(repo: str) -> None:
@@ -27,7 +26,7 @@ def check_push(repo: str) -> None:
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise CheckpointError(_one_line(f"--push-to-hub {repo!r} is no name", error)) from error
+        raise CheckpointError(one_line(f"--push-to-hub {repo!r} is no name", error)) from error
     if repo.count("/") != 1:
         raise CheckpointError(f"--push-to-hub {repo!r}: give owner/name, such as me/model-pruned.")
     if not get_token():
@@ -39,7 +38,7 @@ def check_push(repo: str) -> None:
         user: dict[str, Any] = dict(HfApi().whoami())
     except Exception as error:  # the client, its transport and its offline mode have many classes
         raise CheckpointError(
-            _one_line(f"--push-to-hub {repo!r}: the Hub refuses the token or is away", error)
+            one_line(f"--push-to-hub {repo!r}: the Hub refuses the token or is away", error)
         ) from error
     owners = [user.get("name"), *(org.get("name") for org in user.get("orgs") or [])]
     owner = repo.split("/")[0]
@@ -78,11 +77,6 @@ def push_to_hub(folder: Path, repo: str) -> str:
         )
     except Exception as error:  # see above
         raise CheckpointError(
-            _one_line(f"--push-to-hub {repo!r}: the upload failed; {folder} is complete", error)
+            one_line(f"--push-to-hub {repo!r}: the upload failed; {folder} is complete", error)
         ) from error
     return str(getattr(commit, "commit_url", commit))
-
-
-def _one_line(what: str, error: BaseException) -> str:
-    reason = shorten(str(error), 300, placeholder=" ...") or type(error).__name__
-    return f"{what} ({reason.rstrip('.')})."

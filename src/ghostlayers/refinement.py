@@ -193,9 +193,9 @@ def refine_repairs(
         for rate in RATES:
             student = _Student.of(bare, first)
             run = Steps(student, train, list(student.maps.values()), steps, rate, seed, progress)
-            run.make(TRIAL)
+            finite = run.make(TRIAL)
             after = student.mean_divergence(test)
-            if run.left and (after < before or rate == RATES[-1]):
+            if finite and run.left and (after < before or rate == RATES[-1]):
                 run.make(run.left)
                 after = student.mean_divergence(test)
             if used := not run.left and after < before:

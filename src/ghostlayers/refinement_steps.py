@@ -61,14 +61,14 @@ class Steps:
         self._order: list[int] = []
         self._off = None if progress else True
 
-    def make(self, count: int) -> None:
-        """Make up to so many of the steps that are left."""
+    def make(self, count: int) -> bool:
+        """Make up to so many of the steps that are left; say if all divergences were finite."""
         bar = tqdm(total=min(count, self.left), desc="refining", disable=self._off, unit="step")
         with bar, recording(self._maps):
             for _ in range(min(count, self.left)):
                 total, positions = self._student.divergence(self._windows, self._next())
                 if not math.isfinite(float(total.detach())):
-                    return
+                    return False
                 take_gradients_(total, self._maps, positions)
                 self._optimizer.step()
                 self._schedule.step()
@@ -76,6 +76,7 @@ class Steps:
                     trained.write_()
                 self.left -= 1
                 bar.update()
+        return True
 
     def _next(self) -> int:
         if not self._order:

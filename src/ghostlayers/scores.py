@@ -210,6 +210,7 @@ def windows_of_run(
     if windows is None and scores is not None and (stored or config.calibration == "self"):
         if not stored:
             scores.check_sampled(config, model_config)
+        scores.windows.require_targets()
         return scores.windows
     windows = made() if windows is None else windows
     windows.require_targets()
