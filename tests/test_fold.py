@@ -19,7 +19,7 @@ from ghostlayers.fold_sites import find_fold_sites
 from ghostlayers.operators import OperatorFit, fold, fold_ghost
 from ghostlayers.plan import PruningPlan
 from oracles import logits, random_ids, reload, step_error, tiny_model
-from tiny_checkpoints import save_tiny
+from tiny_checkpoints import save_tiny, tiny_tokenizer
 
 
 def randn(*shape, seed=0):
@@ -362,8 +362,9 @@ def test_a_refused_fold_leaves_ghost_robust():
     operators = [entry["operator"] for entry in result.record["boundaries"]]
     assert operators == ["ghost-robust", "fold+ghost"]
     assert any("ghost-robust instead of fold+ghost (boundary [0, 1)" in w for w in result.warnings)
-    gemma = gl.prune(tiny_model("gemma3"), layers="3", recover="fold+ghost", windows=WINDOWS[:3])
-    assert [e["operator"] for e in gemma.record["boundaries"]] == ["ghost-robust"]
+    mixed = families.tiny_model("mixtral")
+    mixed = gl.prune(mixed, layers="3", recover="fold+ghost", windows=WINDOWS[:3])
+    assert [e["operator"] for e in mixed.record["boundaries"]] == ["ghost-robust"]
 
 
 def test_one_sublayer_without_attention_map_is_folded_alone():
@@ -483,12 +484,13 @@ def test_memory_is_estimated_before_anything_is_measured(monkeypatch, capsys):
 
 
 def test_command_line_refusals(work, refuse, tmp_path):
-    save_tiny(tmp_path / "gemma", "gemma3")
+    families.tiny_model("mixtral").save_pretrained(tmp_path / "mixed")
+    tiny_tokenizer().save_pretrained(tmp_path / "mixed")
     text = ("--calibration", work / "t.txt", "--num-windows", 4, "--window", 64)
     fold_at = ("--recover", "fold", "--out", tmp_path / "out", *text)
     assert "starts at layer 0" in refuse(tmp_path, "prune", work / "m", "--layers", "0", *fold_at)
-    assert "a norm or gate follows it" in refuse(
-        tmp_path, "prune", tmp_path / "gemma", "--layers", "3", *fold_at
+    assert "it is a mixture of experts" in refuse(
+        tmp_path, "prune", tmp_path / "mixed", "--layers", "3", *fold_at
     )
     assert "fold_maps" in refuse(
         tmp_path, "prune", work / "m", "--layers", "3", *fold_at, "--fold-maps", "down"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .changed_weights import change_weights_, layers_prefix
 from .decoder import decoder_layers, share_tensors
-from .moments import held_out_mask
+from .moments import MomentAccumulator, held_out_mask
 from .operators import OperatorFit
 from .plan import Boundary, PruningPlan
 from .repairs import apply_repairs_
@@ -193,6 +193,40 @@ class BoundaryRuns:
         return BoundaryBatch(
             x, target.states[stop].to(x.device), dict(seen.inputs), seen.rows, held_out, 0
         )
+
+    def split_moments(
+        self,
+        weights: Mapping[str, Tensor] | None = None,
+        *,
+        massive: Tensor | None = None,
+        device: torch.device | None = None,
+        zeros: Callable[..., Any] | None = None,
+    ) -> SplitMoments[Any]:
+        """Collect the moments of what arrives at the boundary against what should leave it.
+
+        Args:
+            weights: Changed weights of the layer before the cut, by path.
+            massive: See `MomentAccumulator`, like the rest.
+            device: Where to keep the moments.
+            zeros: Makes the empty moments.
+        """
+        boundary = self.boundary
+        num_windows, window = self.ids.shape
+        accumulator = MomentAccumulator(
+            [boundary],
+            num_windows=num_windows,
+            window=window,
+            device=device,
+            massive=massive,
+            zeros=zeros,
+        )
+
+        def add(batch: BoundaryBatch) -> None:
+            accumulator.begin(batch.token)
+            accumulator.update({boundary.start: batch.x, boundary.stop: batch.y}, batch.rows)
+
+        self.run(add, weights=weights, parts=accumulator.parts, key=accumulator.key)
+        return accumulator.result()[boundary]
 
     def sink_rule(
         self,

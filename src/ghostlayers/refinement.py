@@ -80,7 +80,9 @@ class _Student:
         layers = decoder_layers(model)
         student = cls(replace(bare, model=model))
         for boundary, fit in fits.items():
-            for path in fit.weights:
+            for path, weight in fit.weights.items():
+                if weight.ndim < 2:
+                    continue  # a norm behind a map keeps what the closed form gave it
                 before = layers[bare.plan.kept.index(boundary.start - 1)]
                 student._add(before.get_submodule(path.rpartition(".")[0]), boundary, path)
             if fit.tensors:
