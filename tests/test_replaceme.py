@@ -109,7 +109,8 @@ def test_other_refusals(refuse, work, tmp_path):
         *("prune", tmp_path / "gemma", "--layers", "3", "--recover", "replaceme-cosine"),
         *("--out", tmp_path / "out", "--calibration", work / "t.txt", "--window", 64),
     )
-    assert "a norm ('post_feedforward_layernorm') follows 'mlp.down_proj'" in line and "Use `recover` ghost." in line
+    assert "a norm ('post_feedforward_layernorm') follows 'mlp.down_proj'" in line
+    assert "Use `recover` ghost." in line
 
 
 # --- fits

@@ -107,9 +107,18 @@ def _fit_fold_ghost_behind_norm(
     Both are solved for together, as if what the norm divides by stayed. The operator is then fitted
     anew to the states behind the changed layer, as `ghost-robust` is.
     """
+    given: dict[str, Any] = {"operator": "ghost-robust", "dtype": runs.dense.dtype}
+
+    def rule_of(
+        split: SplitMoments[RobustMoments], weights: Mapping[str, Tensor]
+    ) -> SinkRule | None:
+        return runs.sink_rule(split, massive, weights) if massive.any() else None
+
     fit, held_out = _state_moments(runs, mlp, massive)
     bare = SplitMoments(runs.boundary, fit.behind(), held_out.behind())
+    robust = fit_ladder(bare, sinks=rule_of(bare, {}), ridges=ridges, **given)
     num_tokens, features = bare.total.ordinary.num_tokens, len(fit.unit_sum)
+    del bare
     part, ridge, errors = choose_joint(fit, held_out, config.ridge)
     total = fit.add_(held_out)
     gram = total.ordinary.gram[: mlp.width, : mlp.width]
@@ -119,17 +128,10 @@ def _fit_fold_ghost_behind_norm(
         changes.append(Change(part, gram, own, is_part=True))
     changed, *rest = (each.weights for each in change_map(runs, mlp, changes, {}))
     del fit, held_out, total, gram, changes
-    given: dict[str, Any] = {"operator": "ghost-robust", "dtype": runs.dense.dtype}
 
     def behind(weights: Mapping[str, Tensor]) -> SplitMoments[RobustMoments]:
         return runs.split_moments(weights, massive=massive, device=mlp.device)
 
-    def rule_of(
-        split: SplitMoments[RobustMoments], weights: Mapping[str, Tensor]
-    ) -> SinkRule | None:
-        return runs.sink_rule(split, massive, weights) if massive.any() else None
-
-    robust = fit_ladder(bare, sinks=rule_of(bare, {}), ridges=ridges, **given)
     moments = behind(changed)
     given["sinks"] = rule_of(moments, changed)
     tested = None
