@@ -254,3 +254,27 @@ def test_changes_that_are_nothing_change_nothing():
     change = Change(torch.zeros_like(own.a), torch.eye(own.width).double())
     gain = equal_squares(change.squares(own.a * own.gain), change.squares(own.a), own.gain)
     assert torch.allclose(gain, own.gain)
+
+
+def test_the_steps_move_maps_and_leave_their_norms(monkeypatch):
+    found, judge = [], recovered.judge_repairs
+
+    def judged(model, pruned, plan, ladders, *args, **settings):
+        found.extend(ladders.values())
+        return judge(model, pruned, plan, ladders, *args, **settings)
+
+    monkeypatch.setattr(recovered, "judge_repairs", judged)
+    with torch.no_grad():
+        dense = tiny_model("gemma3")
+        dense.get_output_embeddings().weight.mul_(4.0)
+    windows = random_ids(12, 64, seed=5)
+    result = gl.prune(dense, layers="3", recover="fold", refine=8, windows=windows, batch_size=3)
+    assert result.record["refinement"]["used"]
+    ((top, *rest),) = found
+    assert top.name == "fold-refined"
+    (start,) = (fit for fit in rest if fit.name == top.diagnostics["errors_of"])
+    present = decoder_layers(dense)[2]
+    for path, weight in top.weights.items():
+        before = start.weights.get(path, present.get_parameter(path))
+        assert torch.equal(weight, before) == ("norm" in path), path
+    assert len(top.weights) == 4

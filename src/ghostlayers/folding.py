@@ -57,11 +57,9 @@ def fit_fold_boundary(
         joint = fit_fold(fit, held_out, ridge=config.ridge, grid=JOINT_RIDGES, sizes=sizes)
     total = fit.add_(held_out)
     moments = total.part(part_of_mlp), held_out.part(part_of_mlp)
-    part = (
-        None
-        if alone[0] is None
-        else Change(alone[0], moments[0].gram, moments[1].gram, is_part=True)
-    )
+    part = None
+    if alone[0] is not None:
+        part = Change(alone[0], moments[0].gram, moments[1].gram, is_part=True)
     simple = _fold_fit("fold-mlp", runs, mlp, *moments, alone, part, before)
     simple = replace(simple, warnings=warnings)
     if joint is None:

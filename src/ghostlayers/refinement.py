@@ -277,6 +277,7 @@ def _with_maps_of(first: OperatorFit, rung: OperatorFit, layer: torch.nn.Module)
     return replace(
         rung,
         diagnostics={**rung.diagnostics, "maps": list(first.weights)},
+        warnings=tuple(dict.fromkeys((*rung.warnings, *first.warnings))),
         weights={**present, **rung.weights},
         weights_part={**present, **rung.weights_part},
     )

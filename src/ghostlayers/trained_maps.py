@@ -108,8 +108,7 @@ def _sizes(squares: Tensor) -> Tensor:
     """Return root mean squares over that of all channels, none of them 0."""
     mean = squares.mean()
     sizes = (squares / mean).sqrt() if mean > 0 else torch.ones_like(squares)
-    limited: Tensor = sizes.clamp(min=LEAST)
-    return limited
+    return sizes.clamp(min=LEAST)
 
 
 class ChannelSquares:
@@ -136,7 +135,8 @@ class ChannelSquares:
 
 
 def _of_length_1(rows: Tensor) -> Tensor:
-    return rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    scaled: Tensor = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    return scaled
 
 
 @contextmanager
