@@ -119,6 +119,7 @@ class BoundaryRuns:
         *,
         parts: Parts | None = None,
         key: Mapping[str, Any] | None = None,
+        targets: bool = True,
     ) -> None:
         """Hand over what arrives at the boundary, batch by batch; nothing is kept.
 
@@ -130,10 +131,11 @@ class BoundaryRuns:
             weights: Changed weights of that layer, by path.
             parts: What is added up; needed where processes share the batches.
             key: JSON values that say what it is.
+            targets: Whether y is wanted; without it, y is x and the removed layers do not run.
         """
-        teacher = prefix_model(self.dense, self.boundary.stop)
+        teacher = prefix_model(self.dense, self.boundary.stop) if targets else None
         student = None
-        if self.student is not None or weights:
+        if self.student is not None or weights or not targets:
             student = self.changed(weights or {})
 
         def passes(batches: Iterable[Batch], part: SweepPart) -> Iterator[int]:
@@ -144,7 +146,8 @@ class BoundaryRuns:
                 del batch  # no state outlives its batch
                 yield done
 
-        models = [teacher] if student is None else [teacher, student.model]
+        models = [] if teacher is None else [teacher]
+        models += [] if student is None else [student.model]
         run_sweep(
             batches_of(self.ids, self.batch_size),
             parts or Parts(),
@@ -161,7 +164,7 @@ class BoundaryRuns:
 
     def _passes(
         self,
-        teacher: PreTrainedModel,
+        teacher: PreTrainedModel | None,
         student: Student | None,
         paths: Sequence[str],
         batches: Iterable[Batch],
@@ -170,12 +173,17 @@ class BoundaryRuns:
         """Run the teacher, and the student if there is one; yields how many batches are done."""
         start, stop = self.boundary.start, self.boundary.stop
         if student is None:
+            assert teacher is not None
             modules = _maps(teacher, start - 1, paths)
             for seen in stream(teacher, batches, (start, stop), modules, part=part):
                 yield seen.batches, self._batch(seen, start, seen, stop)
             return
         modules = _maps(student.model, student.layer, paths)
         state = student.layer + 1
+        if teacher is None:
+            for seen in stream(student.model, batches, (state,), modules, part=part):
+                yield seen.batches, self._batch(seen, state, seen, state)
+            return
         pairs = zip(
             stream(teacher, batches, (stop,), part=part),
             stream(student.model, part.batches, (state,), modules, part=part),

@@ -169,7 +169,7 @@ def _gains(
                 sums[index].add(rows, one, one)
 
     key = {"gains": path, "products": [tensor_sha256(v) for v in products]}
-    runs.run(add, [path], weights, parts=parts, key=key)
+    runs.run(add, [path], weights, parts=parts, key=key, targets=False)
     return [gain / shares(each.total).sqrt() for gain, each in zip(equal, sums, strict=True)]
 
 
