@@ -11,14 +11,14 @@ from torch import nn
 
 import families
 import ghostlayers as gl
-from ghostlayers import fold_plan, guard, recovered
+from ghostlayers import fold_plan, guard
 from ghostlayers.changed_weights import change_weights_
 from ghostlayers.decoder import decoder_layers
 from ghostlayers.feature_moments import FeatureMoments, StateFeatureMoments, gram_bytes
 from ghostlayers.fold_sites import find_fold_sites
 from ghostlayers.operators import OperatorFit, fold, fold_ghost
 from ghostlayers.plan import PruningPlan
-from oracles import logits, random_ids, reload, step_error, tiny_model
+from oracles import logits, random_ids, reload, step_error, tiny_model, watched_ladders
 from tiny_checkpoints import save_tiny, tiny_tokenizer
 
 
@@ -519,17 +519,12 @@ def test_command_line(work, run, tmp_path, recover):
 
 def test_the_guard_sees_maps_that_have_never_seen_the_held_out_windows(monkeypatch):
     """Other held-out windows: the same weights without them, of both maps."""
-    dense, windows, parts = tiny_model(), random_ids(8, 96, seed=2), []
-    judge = recovered.judge_repairs
-
-    def judged(model, pruned, plan, ladders, *args, **settings):
-        parts.append([ladder[0].weights_part for ladder in ladders.values()])
-        return judge(model, pruned, plan, ladders, *args, **settings)
-
-    monkeypatch.setattr(recovered, "judge_repairs", judged)
+    dense, windows = tiny_model(), random_ids(8, 96, seed=2)
+    seen = watched_ladders(monkeypatch)
     for seed in (3, 4):
         windows[[3, 7]] = random_ids(2, 96, seed=seed)
         gl.prune(dense, layers="3", recover="fold", windows=windows, ridge=0.1, refine=0)
+    parts = [[ladder[0].weights_part for ladder in ladders] for ladders in seen]
     for one, two in zip(*parts, strict=True):
         assert len(one) == 2
         for name, weight in one.items():

@@ -8,13 +8,13 @@ from torch import nn
 
 import families
 import ghostlayers as gl
-from ghostlayers import fold_maps, recovered
+from ghostlayers import fold_maps
 from ghostlayers.decoder import decoder_layers
 from ghostlayers.feature_moments import FeatureMoments
 from ghostlayers.fold_maps import Change, FoldMap, equal_squares, shares
 from ghostlayers.fold_sites import find_fold_sites
 from ghostlayers.sweep import hidden_state
-from oracles import logits, random_ids, reload, tiny_model
+from oracles import logits, random_ids, reload, tiny_model, watched_ladders
 from tiny_checkpoints import save_tiny
 
 WINDOWS = random_ids(6, 128, seed=2)
@@ -210,17 +210,12 @@ def test_checkpoints_survive_a_reload(tmp_path, recover, dtype):
 
 @pytest.mark.parametrize("recover", ["fold", "fold+ghost"])
 def test_the_guard_sees_what_has_never_seen_the_held_out_windows(monkeypatch, recover):
-    dense, windows, parts = tiny_model("gemma3"), random_ids(8, 96, seed=2), []
-    judge = recovered.judge_repairs
-
-    def judged(model, pruned, plan, ladders, *args, **settings):
-        parts.append([ladder[0].weights_part for ladder in ladders.values()])
-        return judge(model, pruned, plan, ladders, *args, **settings)
-
-    monkeypatch.setattr(recovered, "judge_repairs", judged)
+    dense, windows = tiny_model("gemma3"), random_ids(8, 96, seed=2)
+    seen = watched_ladders(monkeypatch)
     for seed in (3, 4):
         windows[[3, 7]] = random_ids(2, 96, seed=seed)
         gl.prune(dense, layers="3", recover=recover, windows=windows, ridge=0.1, refine=0)
+    parts = [[ladder[0].weights_part for ladder in ladders] for ladders in seen]
     for one, two in zip(*parts, strict=True):
         assert len(one) == (4 if recover == "fold" else 2)
         for name, value in one.items():
@@ -257,20 +252,14 @@ def test_changes_that_are_nothing_change_nothing():
 
 
 def test_the_steps_move_maps_and_leave_their_norms(monkeypatch):
-    found, judge = [], recovered.judge_repairs
-
-    def judged(model, pruned, plan, ladders, *args, **settings):
-        found.extend(ladders.values())
-        return judge(model, pruned, plan, ladders, *args, **settings)
-
-    monkeypatch.setattr(recovered, "judge_repairs", judged)
+    seen = watched_ladders(monkeypatch)
     with torch.no_grad():
         dense = tiny_model("gemma3")
         dense.get_output_embeddings().weight.mul_(4.0)
     windows = random_ids(12, 64, seed=5)
     result = gl.prune(dense, layers="3", recover="fold", refine=8, windows=windows, batch_size=3)
     assert result.record["refinement"]["used"]
-    ((top, *rest),) = found
+    (((top, *rest),),) = seen
     assert top.name == "fold-refined"
     (start,) = (fit for fit in rest if fit.name == top.diagnostics["errors_of"])
     present = decoder_layers(dense)[2]
