@@ -218,6 +218,7 @@ def test_checkpoints_survive_a_reload(tmp_path, recover, dtype):
     entries = result.record["boundaries"]
     assert [entry["operator"] for entry in entries] == [recover] * 2
     assert all(0.0 < entry["error_after"] < entry["error_before"] for entry in entries)
+    assert not any("error_by_rank" in entry for entry in entries)  # `rank` is refused
     out = gl.save_pruned(result, tmp_path / "out", source=source, dtype=dtype)
     loaded, ids = reload(out), random_ids()
     assert torch.equal(logits(loaded, ids), logits(result.model, ids))
