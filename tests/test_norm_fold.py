@@ -129,6 +129,23 @@ def test_equal_squares_keep_every_channel():
     assert torch.isfinite(v / g).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("model_type", ["gemma2", "olmo2"])
+def test_gains_that_rounding_would_close_stay_open(model_type, dtype):
+    """Next to 1 + w = 0 a bfloat16 w has steps of 2^-8; a float16 one ends at 6e-8."""
+    model = families.tiny_model(model_type).to(dtype)
+    own = FoldMap(decoder_layers(model)[3], find_fold_sites(model, 3).mlp, torch.device("cpu"))
+    gain, d = own.gain.clone(), torch.zeros_like(own.a)
+    for channel, value in enumerate((1e-5, -1e-5, 1e-9, -1e-9)):
+        gain[channel] = value
+        d[:, channel] = (value - own.gain[channel]) * own.a[:, channel]  # V stays A times g'
+    changed = own.changed(d, gain)
+    weight = changed.weights[own.site.norm.weight].double() + own.site.norm.offset
+    assert (weight.sign() == gain.sign()).all()
+    assert all(torch.isfinite(value).all() for value in changed.weights.values())
+    assert torch.allclose(changed.kept, d, atol=1e-2)
+
+
 def moments_of(rows):
     moments, one = FeatureMoments.zeros(rows.shape[1], 1), torch.ones(len(rows), 1).double()
     moments.add(rows, one, one)
@@ -201,6 +218,7 @@ def test_checkpoints_survive_a_reload(tmp_path, recover, dtype):
     entries = result.record["boundaries"]
     assert [entry["operator"] for entry in entries] == [recover] * 2
     assert all(0.0 < entry["error_after"] < entry["error_before"] for entry in entries)
+    assert not any("error_by_rank" in entry for entry in entries)  # `rank` is refused
     out = gl.save_pruned(result, tmp_path / "out", source=source, dtype=dtype)
     loaded, ids = reload(out), random_ids()
     assert torch.equal(logits(loaded, ids), logits(result.model, ids))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 import families
@@ -266,6 +267,34 @@ def test_sizes_of_channels_are_those_of_tokens_of_length_1():
     inputs = torch.tensor([1.5, 0.75, 0.75]).sqrt()
     wanted = torch.tensor([4 / 3, 2 / 3]).sqrt()[:, None] / inputs
     torch.testing.assert_close(trained.unit, wanted)
+
+
+class NoFloat64(TorchDispatchMode):
+    """Stands for a device without float64."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        assert getattr(result, "dtype", None) != torch.float64, func
+        return result
+
+
+def test_channels_are_measured_without_float64():
+    module = nn.Linear(3, 2, bias=False).requires_grad_(False)
+    rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    rows[2] = 0.0  # what a mask leaves out
+    trained = TrainedMap.of(module)
+    found = ChannelSquares([trained])
+    with NoFloat64(), recording([trained]):
+        module(rows)
+        found.take_()
+        found.measure_()
+    squares = [
+        (each / each.norm(dim=1, keepdim=True)).square().sum(dim=0)
+        for each in (part[[0, 1, 3, 4]].double() for part in (rows, module(rows)))
+    ]
+    for one, two in zip(found.sums[0], squares, strict=True):
+        torch.testing.assert_close(one.double(), two, rtol=1e-6, atol=0.0)
+    assert torch.isfinite(trained.unit).all()
 
 
 def test_steps_stop_where_a_divergence_is_not_finite():

@@ -90,7 +90,7 @@ class FoldMap:
             new, kept = rounded_weight(self.weight, site.stored(d))
             return Changed({site.weight: new}, site.stored(kept))
         assert gain is not None
-        norm_weight = (gain - site.norm.offset).to(self.norm_weight.dtype)
+        norm_weight = rounded_gain(gain, site.norm.offset, self.norm_weight.dtype)
         g = site.norm.offset + norm_weight.double()
         v = self.a * self.gain
         new = site.stored((v + d) / g).to(self.weight.dtype)
@@ -186,6 +186,23 @@ def equal_squares(new: Tensor, old: Tensor, gain: Tensor) -> Tensor:
     one = torch.ones_like(new)
     ratio = torch.where(usable, new, one) / torch.where(usable, old, one)
     return torch.where(usable, sign * ratio.sqrt(), torch.where(gain == 0, sign, gain))
+
+
+def rounded_gain(gain: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
+    """Round a gain into a norm's weight; none becomes 0, which V could not be divided by.
+
+    Args:
+        gain: (C,) float64.
+        offset: Gain minus weight.
+        dtype: Dtype of the weight.
+
+    Returns:
+        (C,), the weight; a gain that would be 0 is the least one of its sign.
+    """
+    weight = (gain - offset).to(dtype)
+    least = torch.finfo(dtype).eps if offset else torch.finfo(dtype).tiny
+    closed = (torch.where(gain < 0, -least, least) - offset).to(weight)
+    return torch.where(offset + weight.double() == 0, closed, weight)
 
 
 def shares(moments: FeatureMoments) -> Tensor:

@@ -133,7 +133,7 @@ def _fit_fold_ghost_behind_norm(
         return runs.split_moments(weights, massive=massive, device=mlp.device)
 
     moments = behind(changed)
-    given["sinks"] = rule_of(moments, changed)
+    given |= {"sinks": rule_of(moments, changed), "by_rank": False}  # it has full rank always
     tested = None
     if rest:  # the ridge is chosen behind a map that has not seen the held-out windows either
         tested = fit_operator(behind(rest[0]), **given)

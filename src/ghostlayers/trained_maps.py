@@ -71,7 +71,7 @@ class TrainedMap:
         """Set the units.
 
         Args:
-            squares: (P,) and (D,) float64, sums of squares of the channels of z and y over tokens
+            squares: (P,) and (D,) float32, sums of squares of the channels of z and y over tokens
                 of length 1.
         """
         inputs, outputs = (_sizes(each).to(self.start) for each in squares)
@@ -112,7 +112,10 @@ def _sizes(squares: Tensor) -> Tensor:
 
 
 class ChannelSquares:
-    """Sums of squares of the channels that enter and leave maps, over tokens of length 1."""
+    """Sums of squares of the channels that enter and leave maps, over tokens of length 1.
+
+    They are float32 on the device of the model, which need not have float64 (MPS has none).
+    """
 
     def __init__(self, maps: Sequence[TrainedMap]) -> None:
         self.maps = maps
@@ -122,7 +125,7 @@ class ChannelSquares:
         """Add what the last forward pass saw; its record is used up."""
         for trained, sums in zip(self.maps, self.sums, strict=True):
             for call in trained.seen:
-                rows = [_of_length_1(part.detach().flatten(0, -2).double()) for part in call]
+                rows = [_of_length_1(part.detach().flatten(0, -2).float()) for part in call]
                 found = [part.square().sum(dim=0) for part in rows]
                 sums[:] = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
             trained.seen.clear()
@@ -135,7 +138,8 @@ class ChannelSquares:
 
 
 def _of_length_1(rows: Tensor) -> Tensor:
-    scaled: Tensor = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    least = torch.finfo(rows.dtype).tiny
+    scaled: Tensor = rows / rows.norm(dim=1, keepdim=True).clamp(min=least)
     return scaled
 
 
