@@ -217,3 +217,17 @@ def reload(folder: Path, **keywords) -> PreTrainedModel:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not info[kind], (kind, info[kind])
     return model.eval()
+
+
+def watched_ladders(monkeypatch):
+    """Return a list that gets the ladders of every call of the guard, as lists of repairs."""
+    from ghostlayers import recovered
+
+    seen, judge = [], recovered.judge_repairs
+
+    def judged(model, pruned, plan, ladders, *args, **settings):
+        seen.append(list(ladders.values()))
+        return judge(model, pruned, plan, ladders, *args, **settings)
+
+    monkeypatch.setattr(recovered, "judge_repairs", judged)
+    return seen

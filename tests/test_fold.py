@@ -11,15 +11,15 @@ from torch import nn
 
 import families
 import ghostlayers as gl
-from ghostlayers import fold_plan, guard, recovered
+from ghostlayers import fold_plan, guard
 from ghostlayers.changed_weights import change_weights_
 from ghostlayers.decoder import decoder_layers
 from ghostlayers.feature_moments import FeatureMoments, StateFeatureMoments, gram_bytes
 from ghostlayers.fold_sites import find_fold_sites
 from ghostlayers.operators import OperatorFit, fold, fold_ghost
 from ghostlayers.plan import PruningPlan
-from oracles import logits, random_ids, reload, step_error, tiny_model
-from tiny_checkpoints import save_tiny
+from oracles import logits, random_ids, reload, step_error, tiny_model, watched_ladders
+from tiny_checkpoints import save_tiny, tiny_tokenizer
 
 
 def randn(*shape, seed=0):
@@ -362,8 +362,9 @@ def test_a_refused_fold_leaves_ghost_robust():
     operators = [entry["operator"] for entry in result.record["boundaries"]]
     assert operators == ["ghost-robust", "fold+ghost"]
     assert any("ghost-robust instead of fold+ghost (boundary [0, 1)" in w for w in result.warnings)
-    gemma = gl.prune(tiny_model("gemma3"), layers="3", recover="fold+ghost", windows=WINDOWS[:3])
-    assert [e["operator"] for e in gemma.record["boundaries"]] == ["ghost-robust"]
+    mixed = families.tiny_model("mixtral")
+    mixed = gl.prune(mixed, layers="3", recover="fold+ghost", windows=WINDOWS[:3])
+    assert [e["operator"] for e in mixed.record["boundaries"]] == ["ghost-robust"]
 
 
 def test_one_sublayer_without_attention_map_is_folded_alone():
@@ -483,12 +484,13 @@ def test_memory_is_estimated_before_anything_is_measured(monkeypatch, capsys):
 
 
 def test_command_line_refusals(work, refuse, tmp_path):
-    save_tiny(tmp_path / "gemma", "gemma3")
+    families.tiny_model("mixtral").save_pretrained(tmp_path / "mixed")
+    tiny_tokenizer().save_pretrained(tmp_path / "mixed")
     text = ("--calibration", work / "t.txt", "--num-windows", 4, "--window", 64)
     fold_at = ("--recover", "fold", "--out", tmp_path / "out", *text)
     assert "starts at layer 0" in refuse(tmp_path, "prune", work / "m", "--layers", "0", *fold_at)
-    assert "a norm or gate follows it" in refuse(
-        tmp_path, "prune", tmp_path / "gemma", "--layers", "3", *fold_at
+    assert "it is a mixture of experts" in refuse(
+        tmp_path, "prune", tmp_path / "mixed", "--layers", "3", *fold_at
     )
     assert "fold_maps" in refuse(
         tmp_path, "prune", work / "m", "--layers", "3", *fold_at, "--fold-maps", "down"
@@ -517,17 +519,12 @@ def test_command_line(work, run, tmp_path, recover):
 
 def test_the_guard_sees_maps_that_have_never_seen_the_held_out_windows(monkeypatch):
     """Other held-out windows: the same weights without them, of both maps."""
-    dense, windows, parts = tiny_model(), random_ids(8, 96, seed=2), []
-    judge = recovered.judge_repairs
-
-    def judged(model, pruned, plan, ladders, *args, **settings):
-        parts.append([ladder[0].weights_part for ladder in ladders.values()])
-        return judge(model, pruned, plan, ladders, *args, **settings)
-
-    monkeypatch.setattr(recovered, "judge_repairs", judged)
+    dense, windows = tiny_model(), random_ids(8, 96, seed=2)
+    seen = watched_ladders(monkeypatch)
     for seed in (3, 4):
         windows[[3, 7]] = random_ids(2, 96, seed=seed)
-        gl.prune(dense, layers="3", recover="fold", windows=windows, ridge=0.1)
+        gl.prune(dense, layers="3", recover="fold", windows=windows, ridge=0.1, refine=0)
+    parts = [[ladder[0].weights_part for ladder in ladders] for ladders in seen]
     for one, two in zip(*parts, strict=True):
         assert len(one) == 2
         for name, weight in one.items():

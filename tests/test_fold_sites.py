@@ -74,9 +74,8 @@ def test_probing_leaves_the_model_as_it_is():
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("gemma2", "a norm or gate follows it"),
-        ("gemma3_text", "a norm or gate follows it"),
-        ("olmo2", "a norm or gate follows it"),
+        ("gemma4_text", "beside 'per_layer_projection'"),
+        ("flex_olmo", "mixture of experts"),
         ("mixtral", "mixture of experts"),
         ("qwen3_moe", "mixture of experts"),
         ("deepseek_v4", "does not run once on a"),

@@ -143,7 +143,13 @@ def test_pruned_checkpoints_are_equal(pairs, tmp_path, monkeypatch, family, reco
 
 @pytest.mark.parametrize(
     ("family", "recover"),
-    [("llama", "fold"), ("gpt2", "fold+ghost"), ("gpt2", "replaceme-lstsq")],
+    [
+        ("llama", "fold"),
+        ("gemma3_text", "fold"),
+        ("gemma3_text", "fold+ghost"),
+        ("gpt2", "fold+ghost"),
+        ("gpt2", "replaceme-lstsq"),
+    ],
 )
 def test_weights_on_disk_are_changed(pairs, tmp_path, monkeypatch, family, recover):
     monkeypatch.setattr("ghostlayers.recovered.GUARDED", ())  # random models gain too little

@@ -82,9 +82,9 @@ def test_a_transform_of_the_mlp_branch_is_folded(family):
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("gemma2", "a norm or gate follows it"),
-        ("gemma3_text", "a norm or gate follows it"),
-        ("olmo2", "a norm or gate follows it"),
+        ("gemma2", "a norm .* follows 'mlp.down_proj'"),
+        ("gemma3_text", "a norm .* follows 'mlp.down_proj'"),
+        ("olmo2", "a norm .* follows 'mlp.down_proj'"),
         ("mixtral", "mixture of experts"),
         ("qwen3_moe", "mixture of experts"),
     ],
@@ -109,7 +109,8 @@ def test_other_refusals(refuse, work, tmp_path):
         *("prune", tmp_path / "gemma", "--layers", "3", "--recover", "replaceme-cosine"),
         *("--out", tmp_path / "out", "--calibration", work / "t.txt", "--window", 64),
     )
-    assert "a norm or gate follows it" in line and "Use `recover` ghost." in line
+    assert "a norm ('post_feedforward_layernorm') follows 'mlp.down_proj'" in line
+    assert "Use `recover` ghost." in line
 
 
 # --- fits

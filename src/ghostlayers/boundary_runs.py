@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .changed_weights import change_weights_, layers_prefix
 from .decoder import decoder_layers, share_tensors
-from .moments import held_out_mask
+from .moments import MomentAccumulator, held_out_mask
 from .operators import OperatorFit
 from .plan import Boundary, PruningPlan
 from .repairs import apply_repairs_
@@ -119,6 +119,7 @@ class BoundaryRuns:
         *,
         parts: Parts | None = None,
         key: Mapping[str, Any] | None = None,
+        targets: bool = True,
     ) -> None:
         """Hand over what arrives at the boundary, batch by batch; nothing is kept.
 
@@ -130,10 +131,11 @@ class BoundaryRuns:
             weights: Changed weights of that layer, by path.
             parts: What is added up; needed where processes share the batches.
             key: JSON values that say what it is.
+            targets: Whether y is wanted; without it, y is x and the removed layers do not run.
         """
-        teacher = prefix_model(self.dense, self.boundary.stop)
+        teacher = prefix_model(self.dense, self.boundary.stop) if targets else None
         student = None
-        if self.student is not None or weights:
+        if self.student is not None or weights or not targets:
             student = self.changed(weights or {})
 
         def passes(batches: Iterable[Batch], part: SweepPart) -> Iterator[int]:
@@ -144,7 +146,8 @@ class BoundaryRuns:
                 del batch  # no state outlives its batch
                 yield done
 
-        models = [teacher] if student is None else [teacher, student.model]
+        models = [] if teacher is None else [teacher]
+        models += [] if student is None else [student.model]
         run_sweep(
             batches_of(self.ids, self.batch_size),
             parts or Parts(),
@@ -161,7 +164,7 @@ class BoundaryRuns:
 
     def _passes(
         self,
-        teacher: PreTrainedModel,
+        teacher: PreTrainedModel | None,
         student: Student | None,
         paths: Sequence[str],
         batches: Iterable[Batch],
@@ -170,12 +173,17 @@ class BoundaryRuns:
         """Run the teacher, and the student if there is one; yields how many batches are done."""
         start, stop = self.boundary.start, self.boundary.stop
         if student is None:
+            assert teacher is not None
             modules = _maps(teacher, start - 1, paths)
             for seen in stream(teacher, batches, (start, stop), modules, part=part):
                 yield seen.batches, self._batch(seen, start, seen, stop)
             return
         modules = _maps(student.model, student.layer, paths)
         state = student.layer + 1
+        if teacher is None:
+            for seen in stream(student.model, batches, (state,), modules, part=part):
+                yield seen.batches, self._batch(seen, state, seen, state)
+            return
         pairs = zip(
             stream(teacher, batches, (stop,), part=part),
             stream(student.model, part.batches, (state,), modules, part=part),
@@ -193,6 +201,40 @@ class BoundaryRuns:
         return BoundaryBatch(
             x, target.states[stop].to(x.device), dict(seen.inputs), seen.rows, held_out, 0
         )
+
+    def split_moments(
+        self,
+        weights: Mapping[str, Tensor] | None = None,
+        *,
+        massive: Tensor | None = None,
+        device: torch.device | None = None,
+        zeros: Callable[..., Any] | None = None,
+    ) -> SplitMoments[Any]:
+        """Collect the moments of what arrives at the boundary against what should leave it.
+
+        Args:
+            weights: Changed weights of the layer before the cut, by path.
+            massive: See `MomentAccumulator`, like the rest.
+            device: Where to keep the moments.
+            zeros: Makes the empty moments.
+        """
+        boundary = self.boundary
+        num_windows, window = self.ids.shape
+        accumulator = MomentAccumulator(
+            [boundary],
+            num_windows=num_windows,
+            window=window,
+            device=device,
+            massive=massive,
+            zeros=zeros,
+        )
+
+        def add(batch: BoundaryBatch) -> None:
+            accumulator.begin(batch.token)
+            accumulator.update({boundary.start: batch.x, boundary.stop: batch.y}, batch.rows)
+
+        self.run(add, weights=weights, parts=accumulator.parts, key=accumulator.key)
+        return accumulator.result()[boundary]
 
     def sink_rule(
         self,

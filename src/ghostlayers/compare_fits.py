@@ -166,7 +166,7 @@ class GridFitter:
         batches = batches_of(self.ids, self.config.batch_size)
         accumulators = self._accumulators(group)
         sites = {
-            (name, boundary): find_fold_sites(self.model, layer_before(boundary)).mlp
+            (name, boundary): find_fold_sites(self.model, layer_before(boundary), norms=False).mlp
             for boundary, names in group.items()
             for name in names
             if name in REPLACING

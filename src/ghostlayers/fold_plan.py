@@ -50,7 +50,8 @@ def plan_folds(model: PreTrainedModel, plan: PruningPlan, config: PruneConfig) -
     warnings: list[str] = []
     for boundary in plan.boundaries:
         try:
-            found = find_fold_sites(model, layer_before(boundary))
+            norms = config.recover not in REPLACING
+            found = find_fold_sites(model, layer_before(boundary), norms=norms)
         except UnsupportedModelError as error:
             if config.recover in REPLACING:
                 raise UnsupportedModelError(

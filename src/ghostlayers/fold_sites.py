@@ -1,7 +1,8 @@
 """Where something can be folded into a decoder layer: its last linear maps, found by probing.
 
-A linear map is an output map of its layer if adding δ to what it returns adds c·δ to what the layer
-returns, with one constant c, at every position. No module name is read.
+A linear map is an output map of its layer if adding δ to what it returns, or to what an RMSNorm
+behind it returns, adds c·δ to what the layer returns, with one constant c, at every position. No
+module name is read.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def layer_before(boundary: Boundary) -> int:
     return boundary.start - 1
 
 
-def find_fold_sites(model: PreTrainedModel, index: int) -> FoldSites:
+def find_fold_sites(model: PreTrainedModel, index: int, *, norms: bool = True) -> FoldSites:
     """Find the output maps of a decoder layer.
 
     One short forward pass captures how the model calls the layer; the layer alone is then called a
@@ -47,13 +48,14 @@ def find_fold_sites(model: PreTrainedModel, index: int) -> FoldSites:
     Args:
         model: The dense model; it is left as it is.
         index: The decoder layer.
+        norms: Whether an RMSNorm may stand behind the MLP output map.
 
     Returns:
         The maps.
 
     Raises:
-        UnsupportedModelError: If the layer has no MLP output map, with the reason: a norm or gate
-            behind it, a mixture of experts, low-bit or offloaded weights, shared weights.
+        UnsupportedModelError: If the layer has no MLP output map, with the reason: a gate
+            (or a norm) behind it, a mixture of experts, low-bit, offloaded or shared weights.
     """
     layer = decoder_layers(model)[index]
     training = model.training
@@ -63,6 +65,8 @@ def find_fold_sites(model: PreTrainedModel, index: int) -> FoldSites:
             found = _probe(model, layer)
     finally:
         model.train(training)
+    if isinstance(found, FoldSites) and found.mlp.norm is not None and not norms:
+        found = f"a norm ({found.mlp.norm.path!r}) follows {found.mlp.path!r}"
     if isinstance(found, str):
         raise UnsupportedModelError(
             f"{type(model).__name__} (model_type {model.config.model_type!r}), layer {index}: "
@@ -70,7 +74,8 @@ def find_fold_sites(model: PreTrainedModel, index: int) -> FoldSites:
         )
     for site in (found.mlp, found.attention):
         if site is not None:
-            _check_weight(model, layer, site, index)
+            for path in (site.path, *([site.norm.path] if site.norm else [])):
+                _check_weight(model, layer, path, index)
     return found
 
 
@@ -87,11 +92,12 @@ def _probe(model: PreTrainedModel, layer: nn.Module) -> FoldSites | str:
         return f"it cannot be called alone ({type(error).__name__}: {reason})"
 
 
-def _check_weight(model: PreTrainedModel, layer: nn.Module, site: FoldSite, index: int) -> None:
-    weight: Any = site.module(layer).weight
-    if weight.is_meta and not is_offloaded(site.module(layer)):
+def _check_weight(model: PreTrainedModel, layer: nn.Module, path: str, index: int) -> None:
+    module = layer.get_submodule(path)
+    weight: Any = module.weight
+    if weight.is_meta and not is_offloaded(module):
         raise UnsupportedModelError(
-            f"layer {index}: the weight of {site.path!r} is not in memory. Load the "
+            f"layer {index}: the weight of {path!r} is not in memory. Load the "
             "model, or use `recover` ghost-robust."
         )
     owners = [
@@ -101,7 +107,7 @@ def _check_weight(model: PreTrainedModel, layer: nn.Module, site: FoldSite, inde
     ]
     if len(owners) > 1:
         raise UnsupportedModelError(
-            f"layer {index}: {site.path!r} shares its weight ({', '.join(owners)}): a change would "
+            f"layer {index}: {path!r} shares its weight ({', '.join(owners)}): a change would "
             "reach the other place as well. Use `recover` ghost-robust."
         )
 

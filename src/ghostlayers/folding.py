@@ -12,19 +12,13 @@ from torch import Tensor
 from .boundary_runs import BoundaryBatch, BoundaryRuns
 from .decoder import decoder_layers
 from .exact_sums import SplitSums
-from .feature_moments import FeatureMoments, StateFeatureMoments
-from .fingerprint import tensor_sha256
-from .fit_ladder import fit_ladder
-from .fold_plan import chosen_sites, map_width, moments_device
-from .fold_sites import FoldSite, FoldSites
-from .moments import RobustMoments, SplitMoments
-from .offload import stored_tensor
+from .feature_moments import FeatureMoments
+from .fold_maps import Change, FoldMap, change_map
+from .fold_plan import chosen_sites, moments_device
+from .fold_sites import FoldSites
 from .operators import OperatorFit
-from .operators.fold import JOINT_RIDGES, fit_fold, fold_record, rounded_weight, solve_fold
-from .operators.fold_ghost import fit_fold_ghost
-from .operators.ghost_robust import sink_record
+from .operators.fold import JOINT_RIDGES, fit_fold, fold_record, solve_fold
 from .plan import Boundary
-from .token_classes import SinkRule
 
 if TYPE_CHECKING:
     from .config import PruneConfig
@@ -51,51 +45,58 @@ def fit_fold_boundary(
     """
     sites, layer = chosen_sites(found, config), decoder_layers(runs.dense)[runs.boundary.start - 1]
     device = moments_device(runs.dense, config)
-    fit, held_out = _fold_moments(runs, sites, {}, device)
-    sizes = [map_width(site, layer) for site in sites]
-    mlp = sites[-1]
-    own = slice(sum(sizes) - sizes[-1], None)
+    maps = [FoldMap(layer, site, device) for site in sites]
+    mlp, sizes = maps[-1], [own.width for own in maps]
+    fit, held_out = _fold_moments(runs, maps, {}, device)
+    part_of_mlp = slice(sum(sizes) - sizes[-1], None)
     before = _before(fit, held_out)
-    warnings = _too_few(runs.boundary, fit.num_tokens + held_out.num_tokens, sum(sizes))
-    alone = fit_fold(fit.part(own), held_out.part(own), ridge=config.ridge)
+    warnings = too_few(runs.boundary, fit.num_tokens + held_out.num_tokens, sum(sizes))
+    alone = fit_fold(fit.part(part_of_mlp), held_out.part(part_of_mlp), ridge=config.ridge)
     joint = None
-    if len(sites) == 2:
+    if len(maps) == 2:
         joint = fit_fold(fit, held_out, ridge=config.ridge, grid=JOINT_RIDGES, sizes=sizes)
     total = fit.add_(held_out)
-    weight = stored_tensor(layer, mlp.weight)
-    simple = _fold_fit("fold-mlp", mlp, weight, total.part(own), alone, before, held_out.part(own))
+    moments = total.part(part_of_mlp), held_out.part(part_of_mlp)
+    part = None
+    if alone[0] is not None:
+        part = Change(alone[0], moments[0].gram, moments[1].gram, is_part=True)
+    simple = _fold_fit("fold-mlp", runs, mlp, *moments, alone, part, before)
+    simple = replace(simple, warnings=warnings)
     if joint is None:
-        return (_with(simple, {}, {}, warnings),)
-    attention = sites[0]
-    d = solve_fold(total, joint[1], sizes)[: sizes[0]]
-    part = None if joint[0] is None else joint[0][: sizes[0]]
-    del fit, held_out, total
-    old = stored_tensor(layer, attention.weight)
-    changed = {attention.weight: rounded_weight(old, attention.stored(d))[0]}
-    changed_part = {}
+        return (simple,)
+    attention = maps[0]
+    gram = total.gram[: sizes[0], : sizes[0]]
+    changes = [Change(solve_fold(total, joint[1], sizes)[: sizes[0]], gram)]
+    if joint[0] is not None:
+        changes.append(
+            Change(joint[0][: sizes[0]], gram, held_out.gram[: sizes[0], : sizes[0]], is_part=True)
+        )
+    changed, *rest = (each.weights for each in change_map(runs, attention, changes, {}))
+    del fit, held_out, total, moments, gram, changes, part
     again: tuple[Tensor | None, float, dict[float, float]] | None = None
-    if part is not None:  # a run of its own: what the guard tests must not know held-out windows
-        changed_part = {attention.weight: rounded_weight(old, attention.stored(part))[0]}
+    changed_part, part = rest[0] if rest else {}, None
+    if rest:  # a run of its own: what the guard tests must not know held-out windows
         fit, held_out = _fold_moments(runs, [mlp], changed_part, device)
         again = fit_fold(fit, held_out, ridge=config.ridge)
-    fit, rest = _fold_moments(runs, [mlp], changed, device)
+        part = None if again[0] is None else Change(again[0], fit.gram, is_part=True)
+    fit, other = _fold_moments(runs, [mlp], changed, device)
     if again is None:
-        held_out, again = rest, fit_fold(fit, rest, ridge=config.ridge)
-    total = fit.add_(rest)
-    both = _fold_fit("fold", mlp, weight, total, again, before, held_out)
+        held_out, again = other, fit_fold(fit, other, ridge=config.ridge)
+    total = fit.add_(other)
+    both = _fold_fit("fold", runs, mlp, total, held_out, again, part, before, changed, changed_part)
     both.diagnostics["attention"] = fold_record(joint[1], joint[2])
-    return (_with(both, changed, changed_part, warnings), _with(simple, {}, {}, warnings))
+    return (replace(both, warnings=warnings), simple)
 
 
 def _fold_moments(
-    runs: BoundaryRuns, sites: Sequence[FoldSite], changed: Mapping[str, Tensor], device: Any
+    runs: BoundaryRuns, maps: Sequence[FoldMap], changed: Mapping[str, Tensor], device: Any
 ) -> tuple[FeatureMoments, FeatureMoments]:
-    """Collect moments of the maps' inputs against Δ, weights 1/max(‖x‖, ‖y‖)²."""
+    """Collect moments of the maps' features against Δ, weights 1/max(‖x‖, ‖y‖)²."""
     sums: SplitSums[FeatureMoments] = SplitSums()
 
     def add(batch: BoundaryBatch) -> None:
-        inputs = _features(batch, sites, device)
         x, y = (state.to(device, torch.float64) for state in (batch.x, batch.y))
+        inputs = features_of(batch, maps, device) if maps else x[:, :0]
         width, size = inputs.shape[1], x.shape[1]
         parts = sums.started(lambda: FeatureMoments.zeros(width, size, device))
         longest = torch.maximum(x.norm(dim=1), y.norm(dim=1))[:, None]
@@ -108,73 +109,86 @@ def _fold_moments(
             elif mask.any():
                 moments.add(*(part[mask] for part in rows))
 
-    paths = [site.path for site in sites]
+    paths = [own.site.path for own in maps]
     runs.run(add, paths, changed, parts=sums.parts, key={"fold": paths})
     return sums.totals()
 
 
-def _features(batch: BoundaryBatch, sites: Sequence[FoldSite], device: Any) -> Tensor:
-    """Return the maps' inputs side by side, times their residual multipliers, float64."""
-    inputs = [site.scale * batch.inputs[site.path].to(device, torch.float64) for site in sites]
+def features_of(batch: BoundaryBatch, maps: Sequence[FoldMap], device: Any) -> Tensor:
+    """Return the maps' features side by side, float64."""
+    inputs = [own.features(batch.inputs[own.site.path].to(device, torch.float64)) for own in maps]
     return inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=1)
 
 
 def _before(fit: FeatureMoments, held_out: FeatureMoments) -> dict[str, float]:
-    squares = fit.squares + held_out.squares, fit.state_squares + held_out.state_squares
-    whole = (squares[0] / squares[1]) ** 0.5 if squares[1] else 0.0
+    whole = _whole_error(fit, held_out)
     return {"error_before": whole, "held_out_error_before": held_out.relative_error()}
+
+
+def _whole_error(fit: FeatureMoments, held_out: FeatureMoments) -> float:
+    squares = fit.squares + held_out.squares, fit.state_squares + held_out.state_squares
+    return (squares[0] / squares[1]) ** 0.5 if squares[1] else 0.0
 
 
 def _fold_fit(
     name: str,
-    site: FoldSite,
-    weight: Tensor,
+    runs: BoundaryRuns,
+    own: FoldMap,
     total: FeatureMoments,
-    choice: tuple[Tensor | None, float, dict[float, float]],
-    before: Mapping[str, float],
     held_out: FeatureMoments,
+    choice: tuple[Tensor | None, float, dict[float, float]],
+    part: Change | None,
+    before: Mapping[str, float],
+    others: Mapping[str, Tensor] | None = None,
+    others_part: Mapping[str, Tensor] | None = None,
 ) -> OperatorFit:
-    part, ridge, errors = choice
-    new, kept = rounded_weight(weight, site.stored(solve_fold(total, ridge, [len(total.gram)])))
-    weights_part, after_part = {}, None
+    """Turn a change of the MLP map into a fit, beside changes of other maps (by path).
+
+    Args:
+        name: Name of the fit.
+        runs: Runs up to the boundary.
+        own: The map.
+        total: Moments of all windows, behind `others`.
+        held_out: Moments of the held-out windows, behind `others_part`.
+        choice: From `fit_fold`.
+        part: The change fitted without the held-out windows.
+        before: Errors before.
+        others: Changed weights of other maps.
+        others_part: The same without the held-out windows.
+    """
+    others, others_part = others or {}, others_part or {}
+    _, ridge, errors = choice
+    d = solve_fold(total, ridge, [len(total.gram)])
+    new = change_map(runs, own, [Change(d, total.gram)], others)[0]
+    weights, weights_part = {**others, **new.weights}, dict[str, Tensor]()
+    after, after_part = total.relative_error(new.kept), None
     if part is not None:
-        weights_part[site.weight], kept_part = rounded_weight(weight, site.stored(part))
-        after_part = held_out.relative_error(site.stored(kept_part))
+        new_part = change_map(runs, own, [part], others_part)[0]
+        weights_part = {**others_part, **new_part.weights}
+        after_part = held_out.relative_error(new_part.kept)
+    if not own.is_linear:  # the moments hold what the norm divides by as it was
+        after = _whole_error(*_fold_moments(runs, [], weights, own.device))
+        if weights_part:
+            measured = _fold_moments(runs, [], weights_part, own.device)[1]
+            after_part = measured.relative_error()
     diagnostics = {
         "num_tokens": total.num_tokens,
         "hidden_size": total.cross.shape[1],
         "features": len(total.gram),
         **before,
-        "error_after": total.relative_error(site.stored(kept)),
+        "error_after": after,
         "held_out_tokens": held_out.num_tokens,
         "held_out_error_after": after_part,
         **fold_record(ridge, errors),
+        "maps": list(weights),
     }
     return OperatorFit(
-        name=name,
-        tensors={},
-        diagnostics=diagnostics,
-        weights={site.weight: new},
-        weights_part=weights_part,
+        name=name, tensors={}, diagnostics=diagnostics, weights=weights, weights_part=weights_part
     )
 
 
-def _with(
-    fit: OperatorFit,
-    weights: Mapping[str, Tensor],
-    weights_part: Mapping[str, Tensor],
-    warnings: tuple[str, ...],
-) -> OperatorFit:
-    """Add the changed attention map and warnings."""
-    weights = {**weights, **fit.weights}
-    part = {**weights_part, **fit.weights_part} if fit.weights_part else {}
-    diagnostics = {**fit.diagnostics, "maps": list(weights)}
-    return replace(
-        fit, diagnostics=diagnostics, warnings=warnings, weights=weights, weights_part=part
-    )
-
-
-def _too_few(boundary: Boundary, tokens: int, features: int) -> tuple[str, ...]:
+def too_few(boundary: Boundary, tokens: int, features: int) -> tuple[str, ...]:
+    """Return a warning if there are too few tokens for a fit of so many features."""
     need = TOKENS_PER_FEATURE * features
     if tokens >= need:
         return ()
@@ -182,87 +196,3 @@ def _too_few(boundary: Boundary, tokens: int, features: int) -> tuple[str, ...]:
         f"boundary {boundary}: {tokens} calibration tokens for {features} features; a refit of "
         f"weights needs about {need} ({TOKENS_PER_FEATURE} per feature). Use more windows.",
     )
-
-
-def fit_fold_ghost_boundary(
-    runs: BoundaryRuns,
-    found: FoldSites,
-    config: PruneConfig,
-    massive: Tensor,
-    ridges: Sequence[float] = (),
-) -> tuple[OperatorFit, ...]:
-    """Fit an MLP map and an operator together at one boundary, and `ghost-robust` alone beside it.
-
-    Args:
-        runs: Runs up to the boundary.
-        found: The maps of the layer before it.
-        config: `ridge` and `moments_device` are read.
-        massive: (N,) bool of all calibration tokens.
-        ridges: Those of `ghost-robust`, if they are known.
-
-    Returns:
-        The fits from the most complex one on.
-    """
-    site, boundary = found.mlp, runs.boundary
-    layer = decoder_layers(runs.dense)[boundary.start - 1]
-    weight = stored_tensor(layer, site.weight)
-    fit, held_out = _state_moments(runs, site, massive, moments_device(runs.dense, config))
-    split = SplitMoments(boundary, fit.behind(), held_out.behind())
-    rule = runs.sink_rule(split, massive) if massive.any() else None
-    robust = fit_ladder(
-        split, operator="ghost-robust", dtype=runs.dense.dtype, sinks=rule, ridges=ridges
-    )
-    num_massive = fit.num_massive + held_out.num_massive
-    separates = rule is not None and rule.separates
-    if not separates:
-        fit.count_massive_as_ordinary_()
-        held_out.count_massive_as_ordinary_()
-
-    def sink_rule(behind: SplitMoments[RobustMoments], new: Tensor) -> SinkRule | None:
-        return runs.sink_rule(behind, massive, {site.weight: new})
-
-    tokens = fit.ordinary.num_tokens + held_out.ordinary.num_tokens
-    warnings = _too_few(boundary, tokens, len(fit.unit_sum))
-    joint = fit_fold_ghost(
-        fit,
-        held_out,
-        weight,
-        boundary=boundary,
-        path=site.weight,
-        sink_rule=sink_rule,
-        transposed=site.transposed,
-        ridge=config.ridge,
-    )
-    if joint is None:
-        line = (
-            f"boundary {boundary}: ghost-robust instead of fold+ghost (behind the changed map no "
-            "direction tells massive tokens from others)."
-        )
-        return tuple(replace(fit, warnings=(*fit.warnings, line)) for fit in robust)
-    diagnostics = joint.diagnostics
-    if not separates:
-        diagnostics = {**diagnostics, **sink_record(num_massive, rule, used=False)}
-    joint = replace(joint, diagnostics=diagnostics, warnings=(*joint.warnings, *warnings))
-    return (joint, *robust)
-
-
-def _state_moments(
-    runs: BoundaryRuns, site: FoldSite, massive: Tensor, device: torch.device
-) -> tuple[StateFeatureMoments, StateFeatureMoments]:
-    """Collect moments of [m, x] against y, massive tokens apart."""
-    sums: SplitSums[StateFeatureMoments] = SplitSums()
-
-    def add(batch: BoundaryBatch) -> None:
-        m = _features(batch, [site], device)
-        x, y = (state.to(device, torch.float64) for state in (batch.x, batch.y))
-        marked = massive[batch.token :][: len(x)].to(device)
-        width, size = m.shape[1], x.shape[1]
-        parts = sums.started(lambda: StateFeatureMoments.zeros(width, size, device))
-        for moments, mask in zip(parts, (~batch.held_out, batch.held_out), strict=True):
-            mask = mask.to(device)
-            if mask.any():
-                moments.add(m[mask], x[mask], y[mask], marked[mask])
-
-    key = {"fold+ghost": site.path, "massive": tensor_sha256(massive)}
-    runs.run(add, [site.path], parts=sums.parts, key=key)
-    return sums.totals()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from .norm_behind import NormBehind, is_norm, norms_behind
 from .sweep import hidden_state
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -25,11 +26,13 @@ class FoldSite:
         path: Its path inside the decoder layer, such as ``mlp.down_proj``.
         scale: c: its output times c is added (1 but for residual multipliers).
         transposed: Whether its weight is stored as (in, out), as Conv1D does.
+        norm: The RMSNorm that its output goes through before it is added, if there is one.
     """
 
     path: str
     scale: float
     transposed: bool
+    norm: NormBehind | None = None
 
     @property
     def weight(self) -> str:
@@ -80,12 +83,16 @@ class LayerProbe:
         self.near = 5e-2 if self.state.dtype in LOW_PRECISION else 1e-3
         size = self.state.shape[-1]
         maps = {name: module for name, module in layer.named_modules() if _is_map(module, size)}
-        _, seen = self._run({}, maps)
+        norms = {name: module for name, module in layer.named_modules() if is_norm(module, size)}
+        self.modules: dict[str, nn.Module] = {**maps, **norms}
+        calls = {name: seen[0] for name, seen in self._run({})[1].items() if len(seen) == 1}
         self.maps = {
             name: module
             for name, module in maps.items()
-            if len(seen.get(name, ())) == 1 and self._is_linear(module, *seen[name][0])
+            if name in calls and self._is_linear(module, *calls[name])
         }
+        self.modules = {**self.maps, **norms}
+        self.norms = norms_behind(self.maps, norms, calls, self.near)
 
     def sites(self) -> FoldSites | str:
         """Return the maps, or why there is no MLP output map."""
@@ -98,7 +105,7 @@ class LayerProbe:
         if not self._is_all([mlp, *behind]):
             return (
                 f"beside {mlp!r} something reaches the layer's output that is no linear map "
-                "(mixture of experts, or a norm behind the attention)"
+                "(mixture of experts, or another norm or a gate)"
             )
         site = self._site(mlp, direct[mlp])
         if len(behind) == 1:
@@ -107,18 +114,15 @@ class LayerProbe:
         return FoldSites(site, None, f"it has {len(behind) or 'no'} output maps of token mixers")
 
     def _site(self, name: str, scale: float) -> FoldSite:
-        return FoldSite(name, scale, isinstance(self.maps[name], Conv1D))
+        return FoldSite(name, scale, isinstance(self.maps[name], Conv1D), self.norms.get(name))
 
     def _run(
-        self,
-        changes: Mapping[str, Change],
-        maps: Mapping[str, nn.Module],
-        state: Tensor | None = None,
+        self, changes: Mapping[str, Change], state: Tensor | None = None
     ) -> tuple[Tensor, dict[str, list[tuple[Tensor, Tensor]]]]:
-        """Call the layer; return its output and what entered and left each map, call by call."""
+        """Call the layer; return its output and what entered and left each module, call by call."""
         seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
         state = self.state if state is None else state
-        with _changed(maps, changes, seen):
+        with _changed(self.modules, changes, seen):
             if self.args:
                 out = self.layer(state, *self.args[1:], **self.kwargs)
             else:
@@ -134,8 +138,11 @@ class LayerProbe:
         return bool((left.float() - expected).norm() <= self.near * (1e-6 + expected.norm()))
 
     def _additive(self, fixed: Mapping[str, Change]) -> dict[str, float]:
-        """Find the maps whose output is added times a constant, while others are held fixed."""
-        base, _ = self._run(fixed, self.maps)
+        """Find the maps whose output is added times a constant, while others are held fixed.
+
+        Where a norm stands behind a map, the norm's output is what is added.
+        """
+        base, _ = self._run(fixed)
         size = float(base.square().mean(dim=-1).sqrt().median()) or 1.0
         generator = torch.Generator().manual_seed(1)
         delta = (size * torch.randn(base.shape, generator=generator)).to(self.state)
@@ -147,7 +154,8 @@ class LayerProbe:
         for name in self.maps:
             if name in fixed:
                 continue
-            change = self._run({**fixed, name: add}, self.maps)[0] - base
+            last = self.norms[name].path if name in self.norms else name
+            change = self._run({**fixed, last: add})[0] - base
             c = float((change * wanted).sum() / wanted.square().sum())
             rest = float((change - c * wanted).norm() / wanted.norm())
             if abs(c) > 1e-3 and rest <= self.near * abs(c):
@@ -160,7 +168,7 @@ class LayerProbe:
             return "".join(direct), []
         moved = self.state.clone()
         moved[:, 0] = -moved[:, 0]
-        seen = [self._run({}, self.maps, state)[1] for state in (self.state, moved)]
+        seen = [self._run({}, state)[1] for state in (self.state, moved)]
         local = []
         for name in direct:
             one, two = (part[name][0][0].flatten(0, -2)[-1] for part in seen)  # last position
@@ -172,7 +180,7 @@ class LayerProbe:
 
     def _is_all(self, maps: Sequence[str]) -> bool:
         """Whether the layer only scales its input once these maps return zero."""
-        out, _ = self._run(dict.fromkeys(maps, torch.zeros_like), self.maps)
+        out, _ = self._run(dict.fromkeys(maps, torch.zeros_like))
         x = self.state.float()
         scale = (out * x).sum() / x.square().sum()
         return bool((out - scale * x).norm() <= self.near * x.norm())
@@ -187,18 +195,18 @@ class LayerProbe:
         if low:
             return f"its maps hold low-bit weights ({low[0]!r})"
         return (
-            "no linear map's output is simply added to the residual stream (a norm or gate follows "
-            "it, or it is a mixture of experts)"
+            "no linear map's output is simply added to the residual stream, as it is or behind an "
+            "RMSNorm (something else follows it, or it is a mixture of experts)"
         )
 
 
 @contextmanager
 def _changed(
-    maps: Mapping[str, nn.Module],
+    modules: Mapping[str, nn.Module],
     changes: Mapping[str, Change],
     seen: dict[str, list[tuple[Tensor, Tensor]]],
 ) -> Iterator[None]:
-    """Record what enters and leaves the maps, and change what they return."""
+    """Record what enters and leaves the modules, and change what they return."""
     handles = []
 
     def hook(name: str) -> Callable[..., Tensor | None]:
@@ -209,7 +217,7 @@ def _changed(
         return after
 
     try:
-        for name, module in maps.items():
+        for name, module in modules.items():
             handles.append(module.register_forward_hook(hook(name)))
         yield
     finally:

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .boundary_runs import RULE_WINDOWS, BoundaryBatch, BoundaryRuns, repaired_student
+from .boundary_runs import RULE_WINDOWS, BoundaryRuns, repaired_student
 from .fit_ladder import fit_ladder, ridges_of
 from .fold_plan import FoldPlan, moments_device, plan_folds
-from .folding import fit_fold_boundary, fit_fold_ghost_boundary
+from .folding import fit_fold_boundary
 from .guard import MIN_WINDOWS
-from .moments import MomentAccumulator, SplitMoments
+from .joint_folding import fit_fold_ghost_boundary
+from .moments import SplitMoments
 from .norm_moments import moments_of_operator
 from .operators import FOLDING, GUARDED, NO_OPERATOR, REPLACING, ROBUST, OperatorFit
 from .plan import Boundary, PruningPlan
@@ -160,21 +161,9 @@ class _Fitter:
             return fit_fold_ghost_boundary(runs, sites, self.config, self.massive, ridges)
         if runs.student is None:
             return self._on_dense_states([boundary])[boundary]
-        accumulator = MomentAccumulator(
-            [boundary],
-            num_windows=self.ids.shape[0],
-            window=self.ids.shape[1],
-            device=self._device(),
-            massive=self.massive,
-            zeros=moments_of_operator(self.config.recover, self.model.config),
-        )
-
-        def add(batch: BoundaryBatch) -> None:
-            accumulator.begin(batch.token)
-            accumulator.update({boundary.start: batch.x, boundary.stop: batch.y}, batch.rows)
-
-        runs.run(add, parts=accumulator.parts, key=accumulator.key)
-        split, rule = accumulator.result()[boundary], None
+        zeros = moments_of_operator(self.config.recover, self.model.config)
+        split = runs.split_moments(massive=self.massive, device=self._device(), zeros=zeros)
+        rule = None
         if self.massive is not None:
             rule = runs.sink_rule(split, self.massive)
         return self._operator(split, rule, ridges)

@@ -6,11 +6,12 @@ Here the maps that a repair is made of, and nothing else, follow the Kullback-Le
 from the dense model, over the windows that the guard does not hold out and, where these are few,
 over text that the dense model writes.
 
-With W the map's weight (I + M for an operator) and rms(W) the root mean square of its elements, the
-steps are those of Adam (Kingma and Ba, arXiv 1412.6980, algorithm 1) with the step length
-rate·rms(W): scaling a map's input or output changes nothing. How long steps may be depends on the
-model all the same: where the divergence on held-out windows has not fallen after a few steps, or
-at the end, the steps begin anew with a third of the rate.
+The steps are those of Adam (Kingma and Ba, arXiv 1412.6980, algorithm 1) on the elements of a map's
+weight W (I + M for an operator), each in units of its own: the root mean square of its output
+channel over that of its input channel, over tokens of length 1. Their length is rate·rms(W) in
+these units: scaling any channel of a map's input or output changes nothing. How long steps may be
+depends on the model all the same: where the divergence on held-out windows has not fallen after a
+few steps, or at the end, the steps begin anew with a third of the rate.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .refinement_steps import Steps
 from .refinement_windows import RefinementWindows, refinement_scorers
 from .repairs import apply_repairs_, is_tested, with_change, without_held_out
 from .suffix import Suffix, fed
-from .trained_maps import TrainedMap, take_weights_of_first_
+from .trained_maps import ChannelSquares, TrainedMap, recording, take_weights_of_first_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,8 +44,12 @@ if TYPE_CHECKING:
 # Lengths of a step at its peak, in root mean squares of the map's weight: the next is tried where
 # one does not lower the divergence.
 RATES = (7e-3, 2.3e-3, 0.8e-3)
+# Batches on which the sizes of channels are measured.
+MEASURED = 8
 # Steps after which a rate, but the last one, has to have lowered it.
 TRIAL = 8
+# An operator has these where it tells massive tokens apart.
+SINK_TENSORS = {"shift", "sink_direction"}
 Ladders = dict[Boundary, tuple[OperatorFit, ...]]
 
 
@@ -80,7 +85,9 @@ class _Student:
         layers = decoder_layers(model)
         student = cls(replace(bare, model=model))
         for boundary, fit in fits.items():
-            for path in fit.weights:
+            for path, weight in fit.weights.items():
+                if weight.ndim < 2:
+                    continue  # a norm behind a map keeps what the closed form gave it
                 before = layers[bare.plan.kept.index(boundary.start - 1)]
                 student._add(before.get_submodule(path.rpartition(".")[0]), boundary, path)
             if fit.tensors:
@@ -115,6 +122,17 @@ class _Student:
         return top_k_divergence(logits, *teacher).sum(), windows.ids[index].numel()
 
     @torch.no_grad()
+    def measure_channels_(self, windows: RefinementWindows) -> None:
+        """Set the units of the maps from a few of the windows."""
+        maps = list(self.maps.values())
+        squares = ChannelSquares(maps)
+        with recording(maps), torch.no_grad():
+            for index in range(min(MEASURED, len(windows.ids))):
+                self.logits(windows, index)
+                squares.take_()
+        squares.measure_()
+
+    @torch.no_grad()
     def mean_divergence(self, windows: RefinementWindows) -> float:
         """Return the mean of D over all positions, in nats."""
         parts = [self.divergence(windows, index) for index in range(len(windows.ids))]
@@ -147,7 +165,8 @@ def refine_repairs(
 ) -> Refined:
     """Refine the most complex repair of every boundary, all of them together.
 
-    Of repairs that differ in their ridge alone, those with the lowest divergence are refined.
+    The steps start from the repair with the lowest divergence: from one with another ridge, or from
+    a simpler one, where the maps that it leaves alone start as they are in the dense model.
 
     What the steps add to the repairs fitted without the held-out windows is added to those fitted
     on all windows as well: one run of steps serves both. Every process of a session makes all
@@ -184,14 +203,16 @@ def refine_repairs(
             RefinementWindows.of(scorers[1], start),
         )
         bare = scorers[1].suffix(pruned, plan, start)
-        starts = _starts(first, ladders)
+        starts = _starts(dense, first, ladders)
         divergences = [_Student.of(bare, fits).mean_divergence(test) for fits in starts]
     divergences = distributed.same(divergences)
     before = min(divergences)
+    names = {boundary: fit.name for boundary, fit in first.items()}
     first = starts[divergences.index(before)]
     with distributed.section(), distributed.alone():
         for rate in RATES:
             student = _Student.of(bare, first)
+            student.measure_channels_(train)
             run = Steps(student, train, list(student.maps.values()), steps, rate, seed, progress)
             finite = run.make(TRIAL)
             after = student.mean_divergence(test)
@@ -218,23 +239,48 @@ def refine_repairs(
     for boundary, fit in student.fits(first).items():
         # Relative errors and what else describes the fit are those of the closed form.
         diagnostics = {**fit.diagnostics, "errors_of": fit.name}
-        top = replace(fit, name=fit.name + REFINED, diagnostics=diagnostics)
+        top = replace(fit, name=names[boundary] + REFINED, diagnostics=diagnostics)
         refined[boundary] = (top, *ladders[boundary])
     return Refined({**ladders, **refined}, record)
 
 
 def _starts(
-    first: Mapping[Boundary, OperatorFit], ladders: Ladders
+    dense: PreTrainedModel, first: Mapping[Boundary, OperatorFit], ladders: Ladders
 ) -> list[dict[Boundary, OperatorFit]]:
-    """List where the steps may start: the first repairs, and the same with heavier ridges."""
+    """List where the steps may start: from any repair of a ladder that is of the first one's kind.
+
+    Maps that the first one changes and another does not start there as they are in the dense model.
+    """
     rungs = {
-        boundary: [rung for rung in ladders[boundary] if rung.name == fit.name]
+        boundary: [
+            _with_maps_of(fit, rung, decoder_layers(dense)[boundary.start - 1])
+            for rung in ladders[boundary]
+            if rung.tensors.keys() >= fit.tensors.keys() - SINK_TENSORS
+        ]
         for boundary, fit in first.items()
     }
     return [
         {boundary: own[min(number, len(own) - 1)] for boundary, own in rungs.items()}
         for number in range(max(map(len, rungs.values())))
     ]
+
+
+def _with_maps_of(first: OperatorFit, rung: OperatorFit, layer: torch.nn.Module) -> OperatorFit:
+    """Let a repair change the maps that another one changes; those of its own stay as they are."""
+    present = {
+        path: layer.get_parameter(path).detach()
+        for path in first.weights
+        if path not in rung.weights
+    }
+    if not present:
+        return rung
+    return replace(
+        rung,
+        diagnostics={**rung.diagnostics, "maps": list(first.weights)},
+        warnings=tuple(dict.fromkeys((*rung.warnings, *first.warnings))),
+        weights={**present, **rung.weights},
+        weights_part={**present, **rung.weights_part},
+    )
 
 
 def _obstacle(dense: PreTrainedModel, fits: Iterable[OperatorFit], ids: Tensor) -> str | None:

@@ -33,7 +33,7 @@ class Steps:
         windows: Batches with what the dense model says.
         maps: What the steps change.
         steps: Steps of the whole run.
-        rate: Length of a step at its peak, in root mean squares of a map's weight.
+        rate: Length of a step at its peak, in root mean squares of a map's weight in its units.
         seed: Seed of the order of the batches.
         progress: Show a progress bar when standard error is a terminal.
 
@@ -53,7 +53,7 @@ class Steps:
     ) -> None:
         self.left = steps
         self._student, self._windows, self._maps = student, windows, maps
-        groups = [{"params": [trained.weight], "lr": rate * trained.scale} for trained in maps]
+        groups = [{"params": [trained.moved], "lr": rate * trained.scale} for trained in maps]
         self._optimizer = torch.optim.Adam(groups)
         decay = partial(_decay, steps=steps)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, decay)
