@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 
+import families
 import ghostlayers as gl
 from families import tiny_model as family_model
 from ghostlayers import selection
@@ -426,7 +427,7 @@ def test_ratio_needs_windows_to_hold_out(idle):
 
 def test_ratio_where_repairs_are_refused(idle):
     with pytest.raises(gl.PlanError, match="no layer goes: .*"):
-        within(tiny_model("gemma3"), WINDOWS, 1.5, recover="fold")
+        within(families.tiny_model("mixtral"), WINDOWS, 1.5, recover="fold")
 
 
 def test_ratio_with_auto_says_that_it_searches_again_and_again():
