@@ -159,11 +159,15 @@ def _fold_fit(
     others, others_part = others or {}, others_part or {}
     _, ridge, errors = choice
     d = solve_fold(total, ridge, [len(total.gram)])
-    new = change_map(runs, own, [Change(d, total.gram)], others)[0]
+    changes = [Change(d, total.gram), *([] if part is None else [part])]
+    if others:  # each behind other maps of its own
+        pairs = zip(changes, (others, others_part), strict=False)
+        new, *rest = (change_map(runs, own, [change], maps)[0] for change, maps in pairs)
+    else:
+        new, *rest = change_map(runs, own, changes, {})
     weights, weights_part = {**others, **new.weights}, dict[str, Tensor]()
     after, after_part = total.relative_error(new.kept), None
-    if part is not None:
-        new_part = change_map(runs, own, [part], others_part)[0]
+    for new_part in rest:
         weights_part = {**others_part, **new_part.weights}
         after_part = held_out.relative_error(new_part.kept)
     if not own.is_linear:  # the moments hold what the norm divides by as it was

@@ -121,7 +121,6 @@ class _Student:
         teacher = (part[index].to(logits.device) for part in (windows.log_probs, windows.tokens))
         return top_k_divergence(logits, *teacher).sum(), windows.ids[index].numel()
 
-    @torch.no_grad()
     def measure_channels_(self, windows: RefinementWindows) -> None:
         """Set the units of the maps from a few of the windows."""
         maps = list(self.maps.values())
