@@ -115,10 +115,10 @@ def test_a_map_that_is_shrunk_to_nothing_is_won_back(family):
     dense = planted(family)
     size = dense.config.hidden_size
     _, plain = refined(dense, operator(torch.zeros(size, size)), steps=0)
-    outcome, model = refined(dense, operator(torch.zeros(size, size)))
+    outcome, model = refined(dense, operator(torch.zeros(size, size)), steps=40)
     assert divergence(model, dense) < 0.8 * divergence(plain, dense)
     record = outcome.record
-    assert record["used"] and (record["steps"], record["windows"]) == (30, 24)
+    assert record["used"] and (record["steps"], record["windows"]) == (40, 24)
     assert record["held_out_divergence_after"] < 0.8 * record["held_out_divergence_before"]
     ((first, second),) = outcome.ladders.values()
     assert (first.name, second.name) == ("ghost-robust-refined", "ghost-robust")
@@ -126,7 +126,7 @@ def test_a_map_that_is_shrunk_to_nothing_is_won_back(family):
     # What was found is the planted map, as far as so few steps go.
     wanted = decoder_layers(dense)[4].matrix
     cosine = F.cosine_similarity(first.tensors["m"].flatten(), wanted.flatten(), dim=0)
-    assert cosine > 0.0625  # four standard deviations of what chance gives, 1/64
+    assert cosine > 0.1  # by chance its standard deviation is 1/64
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
