@@ -189,6 +189,8 @@ class Bench:
                 seconds=round(time.perf_counter() - start, 1),
                 perplexity=self.perplexities(result.model),
                 guard=result.record["guard"],
+                refinement=result.record["refinement"],
+                errors_of=[entry.get("errors_of") for entry in result.record["boundaries"]],
             )
 
     def contiguous(self, calibration: str, operator: str) -> None:

@@ -17,6 +17,7 @@ import ghostlayers as gl
 from ghostlayers import guard, refinement
 from ghostlayers.decoder import decoder_layers, share_tensors
 from ghostlayers.fold_sites import find_fold_sites
+from ghostlayers.guard_text import GuardScorer, guard_scorer
 from ghostlayers.operators import OperatorFit
 from ghostlayers.plan import Boundary, PruningPlan
 from ghostlayers.refinement import refine_repairs
@@ -194,6 +195,40 @@ def test_the_repair_with_the_lowest_divergence_is_refined(best):
     assert top.name == "ghost-robust-refined"
     assert top.diagnostics["errors_of"] == names[best]
     assert tuple(rest) == tuple(fits)
+
+
+def test_written_text_counts_as_much_as_held_out_windows():
+    """A repair that suits the held-out windows alone is no place to start from."""
+    dense, plan = planted(), PruningPlan(8, (3, 4))
+    wanted = decoder_layers(dense)[4].matrix
+    even, ids = 0.6 * wanted, sampled(dense, 32, length=48)
+    held_out, written = guard_scorer(dense, ids, progress=False).texts()
+    short = held_out[:1, :8]
+    # Right on the span of the few states of these held-out tokens, wrong elsewhere.
+    states = dense.model(input_ids=short, output_hidden_states=True).hidden_states[3][0].detach()
+    assert len(written) == 16
+    basis = torch.linalg.qr(states.detach().T).Q
+    inside = basis @ basis.T
+    narrow = inside @ wanted - 2.0 * (wanted - inside @ wanted)
+
+    class Few(GuardScorer):
+        def texts(self):
+            return [short, written]
+
+    few = Few(dense, ids, progress=False)
+    ladders = {plan.boundaries[0]: (operator(narrow), operator(even))}
+    settings = {"steps": 1, "progress": False, "scorer": few}
+    outcome = refine_repairs(dense, cut(dense, plan), plan, ladders, ids, **settings)
+    alone = {
+        m: refine_repairs(
+            dense, cut(dense, plan), plan, {plan.boundaries[0]: (operator(value),)}, ids, **settings
+        ).record
+        for m, value in (("narrow", narrow), ("even", even))
+    }
+    first, second = alone["narrow"], alone["even"]
+    assert first["held_out_divergence_before"] < second["held_out_divergence_before"]
+    assert first["guard_written_divergence_before"] > second["guard_written_divergence_before"]
+    assert outcome.record == second and outcome.record["guard_written_windows"] == 16
 
 
 def test_maps_that_a_simpler_repair_leaves_alone_are_refined_too():

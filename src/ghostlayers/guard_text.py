@@ -21,11 +21,16 @@ WRITTEN_TOKENS = 128
 WRITTEN_SEED = 0x67756172
 
 
-def guard_windows(ids: torch.Tensor) -> torch.Tensor:
-    """Take up to `GUARD_WINDOWS` of the held-out windows, evenly spread; (n, T)."""
-    held_out = held_out_windows(len(ids))
+def guard_numbers(num_windows: int) -> list[int]:
+    """List up to `GUARD_WINDOWS` of the held-out windows, evenly spread."""
+    held_out = held_out_windows(num_windows)
     step = max(1, len(held_out) // GUARD_WINDOWS)
-    return ids[held_out[::step][:GUARD_WINDOWS]]
+    return held_out[::step][:GUARD_WINDOWS]
+
+
+def guard_windows(ids: torch.Tensor) -> torch.Tensor:
+    """Take the windows of `guard_numbers`; (n, T)."""
+    return ids[guard_numbers(len(ids))]
 
 
 class GuardScorer(SuffixScorer):
@@ -62,6 +67,11 @@ class GuardScorer(SuffixScorer):
             self._written = self._written or self._write()
             return self._written
         return None
+
+    def texts(self) -> list[torch.Tensor]:
+        """Return the windows that it reads: held-out ones, then those that the model writes."""
+        written = self.written()
+        return [self.ids] if written is None else [self.ids, written.ids]
 
     def _write(self) -> SuffixScorer:
         ids = written_ids(

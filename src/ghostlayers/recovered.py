@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from .guard import Verdict, judge_repairs
+from .guard import MIN_WINDOWS, Verdict, judge_repairs
+from .guard_text import GuardScorer, guard_scorer
 from .operators import GUARDED, OperatorFit
 from .plan import Boundary, PruningPlan
 from .refinement import Refined, refine_repairs
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .config import PruneConfig
-    from .guard_text import GuardScorer
 
 Ladder = tuple[OperatorFit, ...]
 
@@ -85,6 +85,9 @@ def finish_(
     Returns:
         The fits and the guard's verdict.
     """
+    if scorer is None and config.recover in GUARDED and len(ids) >= MIN_WINDOWS:
+        # One for both: what the dense model writes is written once.
+        scorer = guard_scorer(model, ids, batch_size=config.batch_size, progress=progress)
     refined = Refined(ladders, None)
     if config.refine_steps:
         refined = refine_repairs(
@@ -96,6 +99,7 @@ def finish_(
             steps=config.refine_steps,
             batch_size=config.batch_size,
             seed=config.seed,
+            scorer=scorer,
             progress=progress,
         )
     verdict = None

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from .decoder import input_embeddings
-from .guard_text import guard_windows
+from .guard_text import guard_numbers
 from .model_checks import evaluating
-from .moments import held_out_windows
 from .sampling import written_ids
 from .suffix import SuffixScorer
 from .sweep import batches_of
@@ -59,16 +58,16 @@ class RefinementWindows:
         return cls(ids, log_probs, tokens, scorer.states.get(start), order)
 
 
-def refinement_scorers(
+def windows_to_follow(
     dense: PreTrainedModel, ids: Tensor, count: int, batch_size: int, seed: int, progress: bool
-) -> tuple[tuple[SuffixScorer, SuffixScorer], int]:
-    """Return what runs the windows to follow, what runs those to test on, and how many are given.
+) -> tuple[SuffixScorer, int]:
+    """Return what runs the windows to follow, and how many of them are given.
 
     Of `count` windows to follow, the given ones serve for `PASSES` each. What is then missing, up
     to as many again, the dense model writes: a map that reads a few windows often learns them.
     """
-    held_out = set(held_out_windows(len(ids)))
-    chosen = _spread([window for window in range(len(ids)) if window not in held_out], count)
+    tested = set(guard_numbers(len(ids)))
+    chosen = _spread([window for window in range(len(ids)) if window not in tested], count)
     follow, given = ids[chosen], PASSES * len(chosen)
     if missing := max(0, min(count - given, given)):
         window = ids.shape[1]
@@ -76,11 +75,7 @@ def refinement_scorers(
             dense, follow, num_windows=missing, window=window, seed=seed, progress=progress
         )
         follow = torch.cat([follow, more.to(follow)])
-    train, test = (
-        SuffixScorer(dense, part, batch_size=batch_size, progress=False)
-        for part in (follow, guard_windows(ids))
-    )
-    return (train, test), len(chosen)
+    return SuffixScorer(dense, follow, batch_size=batch_size, progress=False), len(chosen)
 
 
 def _spread(windows: list[int], count: int) -> list[int]:
