@@ -13,6 +13,10 @@ from ghostlayers.decoder import decoder_layers
 from ghostlayers.feature_moments import FeatureMoments
 from ghostlayers.fold_maps import Change, FoldMap, equal_squares, shares
 from ghostlayers.fold_sites import find_fold_sites
+from ghostlayers.layer_probe import FoldSite
+from ghostlayers.norm_behind import NormBehind
+from ghostlayers.operators import OperatorFit
+from ghostlayers.repairs import with_change
 from ghostlayers.sweep import hidden_state
 from oracles import logits, random_ids, reload, tiny_model, watched_ladders
 from tiny_checkpoints import save_tiny
@@ -285,3 +289,37 @@ def test_the_steps_move_maps_and_leave_their_norms(monkeypatch):
         before = start.weights.get(path, present.get_parameter(path))
         assert torch.equal(weight, before) == ("norm" in path), path
     assert len(top.weights) == 4
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_change_has_the_same_effect_behind_another_gain(transposed):
+    """The steps move the repair fitted without the held-out windows, whose gain is its own."""
+    path, norm, inputs, size = "map.weight", "norm.weight", 5, 4
+    site = FoldSite("map", 1.0, transposed, NormBehind("norm", 1.0, 1e-6))
+    a = {"part": randn(inputs, size, seed=1), "whole": randn(inputs, size, seed=2)}
+    gains = {"part": torch.tensor([1.5, -2.0, 0.03, 0.0]), "whole": torch.tensor([1.0, -3.0, 4, 0])}
+    fit = OperatorFit("fold", {}, {}, sites={path: site})
+    fit.weights.update({path: site.stored(a["whole"]), norm: gains["whole"].double() - 1.0})
+    fit.weights_part.update({path: site.stored(a["part"]), norm: gains["part"].double() - 1.0})
+    new = with_change(fit, path, site.stored(randn(inputs, size, seed=3)))
+    effects = [
+        (site.stored(new_weights[path]) - a[name]) * (1.0 + new_weights[norm])
+        for name, new_weights in (("part", new.weights_part), ("whole", new.weights))
+    ]
+    assert effects[0].norm() > 1.0
+    torch.testing.assert_close(effects[1], effects[0], rtol=1e-6, atol=1e-6)
+    assert torch.isfinite(new.weights[path]).all()
+
+
+@pytest.mark.parametrize("recover", ["fold", "fold+ghost"])
+def test_fits_say_which_norms_their_maps_stand_before(monkeypatch, recover):
+    seen = watched_ladders(monkeypatch)
+    model = families.tiny_model("gemma3_text")
+    gl.prune(model, layers="3-4", recover=recover, windows=WINDOWS, refine=1, progress=False)
+    (ladder,) = seen[-1]
+    folds = [fit for fit in ladder if fit.weights]
+    assert len(folds) > 1 or recover == "fold+ghost"
+    for fit in folds:
+        maps = {path for path, weight in fit.weights.items() if weight.ndim == 2}
+        assert {path for path in fit.sites if path in fit.weights} == maps
+        assert all(fit.sites[path].norm.weight in fit.weights for path in maps)

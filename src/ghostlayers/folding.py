@@ -61,7 +61,8 @@ def fit_fold_boundary(
     if alone[0] is not None:
         part = Change(alone[0], moments[0].gram, moments[1].gram, is_part=True)
     simple = _fold_fit("fold-mlp", runs, mlp, *moments, alone, part, before)
-    simple = replace(simple, warnings=warnings)
+    shared: dict[str, Any] = {"warnings": warnings, "sites": {s.weight: s for s in sites}}
+    simple = replace(simple, **shared)
     if joint is None:
         return (simple,)
     attention = maps[0]
@@ -85,7 +86,7 @@ def fit_fold_boundary(
     total = fit.add_(other)
     both = _fold_fit("fold", runs, mlp, total, held_out, again, part, before, changed, changed_part)
     both.diagnostics["attention"] = fold_record(joint[1], joint[2])
-    return (replace(both, warnings=warnings), simple)
+    return (replace(both, **shared), simple)
 
 
 def _fold_moments(

@@ -156,6 +156,7 @@ def _fit_fold_ghost_behind_norm(
         fit_part={} if tested is None else tested.fit_part,
         weights=changed,
         weights_part=rest[0] if rest else {},
+        sites={mlp.site.weight: mlp.site},
     )
     return (joint, *robust)
 

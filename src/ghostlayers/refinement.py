@@ -212,6 +212,7 @@ def _with_maps_of(first: OperatorFit, rung: OperatorFit, layer: torch.nn.Module)
         warnings=tuple(dict.fromkeys((*rung.warnings, *first.warnings))),
         weights={**present, **rung.weights},
         weights_part={**present, **rung.weights_part},
+        sites={**first.sites, **rung.sites},
     )
 
 

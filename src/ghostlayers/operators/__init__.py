@@ -16,6 +16,8 @@ from ..errors import GhostlayersError, unknown_name
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..layer_probe import FoldSite
+
 
 NO_OPERATOR = "none"
 OPERATORS: dict[str, str] = {
@@ -66,6 +68,7 @@ class OperatorFit:
         fit_part: The tensors of the same fit without the held-out windows; for the guard.
         weights: New weights of the layer before the boundary, by path inside it; empty if it stays.
         weights_part: The same without the held-out windows.
+        sites: Where the changed maps stand, by path of their weight.
     """
 
     name: str
@@ -76,6 +79,7 @@ class OperatorFit:
     fit_part: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     weights_part: dict[str, Tensor] = field(default_factory=dict)
+    sites: dict[str, FoldSite] = field(default_factory=dict)
 
 
 def check_size(rank: int | None, hidden_size: int) -> None:
