@@ -107,7 +107,11 @@ def _behind_other_gain(fit: OperatorFit, name: str, change: Tensor) -> Tensor:
     norm = None if site is None else site.norm
     if site is None or norm is None or norm.weight not in fit.weights_part:
         return change
-    part, whole = (norm.offset + w[norm.weight].double() for w in (fit.weights_part, fit.weights))
-    ratio = torch.where(part == whole, 1.0, part / whole).to(change.device)
-    same: Tensor = site.stored(site.stored(change.double()) * ratio).to(change.dtype)
+    device = change.device  # need not have float64
+    part, whole = (
+        norm.offset + w[norm.weight].to(device, torch.float32)
+        for w in (fit.weights_part, fit.weights)
+    )
+    ratio = torch.where(part == whole, 1.0, part / whole)
+    same: Tensor = site.stored(site.stored(change) * ratio).contiguous()
     return same
