@@ -452,7 +452,7 @@ def test_guard_goes_down_the_ladder(monkeypatch, joint, robust, noise, chosen):
 def test_dropped_folds_leave_a_stock_model_and_say_so(tmp_path, monkeypatch):
     monkeypatch.setattr(guard, "MIN_RECOVERED", 2.0)
     dense = tiny_model()
-    result = gl.prune(dense, layers="3", recover="fold", windows=WINDOWS)
+    result = gl.prune(dense, layers="3", recover="fold", refine=0, windows=WINDOWS)
     entry = result.record["boundaries"][0]
     assert (entry["operator"], result.changed) == ("none", frozenset())
     assert entry["guard"]["candidate"] == "fold"
