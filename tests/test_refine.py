@@ -14,15 +14,15 @@ from transformers.pytorch_utils import Conv1D
 
 import families
 import ghostlayers as gl
-from ghostlayers import guard, refinement
+from ghostlayers import guard, guard_text, refinement
 from ghostlayers.decoder import decoder_layers, share_tensors
 from ghostlayers.fold_sites import find_fold_sites
-from ghostlayers.guard_text import GuardScorer, guard_scorer
+from ghostlayers.guard_text import GuardScorer, guard_scorer, guard_windows
 from ghostlayers.operators import OperatorFit
 from ghostlayers.plan import Boundary, PruningPlan
 from ghostlayers.refinement import refine_repairs
 from ghostlayers.refinement_steps import Steps
-from ghostlayers.refinement_windows import RefinementWindows
+from ghostlayers.refinement_windows import RefinementWindows, windows_to_follow
 from ghostlayers.repairs import apply_repairs_
 from ghostlayers.steps import cut
 from ghostlayers.trained_maps import ChannelSquares, TrainedMap, recording, take_gradients_
@@ -207,7 +207,7 @@ def test_written_text_counts_as_much_as_held_out_windows():
     # Right on the span of the few states of these held-out tokens, wrong elsewhere.
     states = dense.model(input_ids=short, output_hidden_states=True).hidden_states[3][0].detach()
     assert len(written) == 16
-    basis = torch.linalg.qr(states.detach().T).Q
+    basis = torch.linalg.qr(states.T).Q
     inside = basis @ basis.T
     narrow = inside @ wanted - 2.0 * (wanted - inside @ wanted)
 
@@ -350,6 +350,27 @@ def test_steps_stop_where_a_divergence_is_not_finite():
 def test_windows_are_no_more_than_the_steps_need():
     outcome, _ = refined(planted(), operator(torch.zeros(64, 64)), steps=2, batch_size=3)
     assert outcome.record["windows"] == 6 and outcome.record["held_out_windows"] == 8
+
+
+def test_steps_read_all_windows_that_the_guard_does_not():
+    dense, ids = tiny_model(), random_ids(64, 16)
+    follow, given = windows_to_follow(dense, ids, 64, 1, 0, False)
+    read, tested = (
+        {tuple(row.tolist()) for row in part} for part in (follow.ids, guard_windows(ids))
+    )
+    assert (given, len(read), len(tested)) == (56, 56, 8)
+    assert not read & tested
+
+
+def test_the_text_that_decides_is_written_once(monkeypatch):
+    calls, write = [], guard_text.written_ids
+    monkeypatch.setattr(
+        guard_text, "written_ids", lambda *a, **k: calls.append(1) or write(*a, **k)
+    )
+    result = pruned(tiny_model(), recover="fold", refine=1, windows=random_ids(8, 32))
+    assert result.record["refinement"]["guard_written_windows"] == 16
+    assert result.record["guard"]["written_text"]["windows"] == 16
+    assert len(calls) == 1
 
 
 def test_no_step_is_bit_equal_to_the_closed_form():

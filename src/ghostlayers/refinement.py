@@ -3,8 +3,8 @@
 A closed form brings the hidden state behind a cut close to the dense one. What the model says
 weighs the directions of that state unequally, and a map of few numbers has to choose between them.
 Here the maps that a repair is made of, and nothing else, follow the Kullback-Leibler divergence
-from the dense model, over the windows that the guard does not hold out and, where these are few,
-over text that the dense model writes. Where the steps start, how long they are and whether they are
+from the dense model, over the windows that the guard does not read and, where these are few, over
+text that the dense model writes. Where the steps start, how long they are and whether they are
 used is decided on the windows that the guard reads: those held out, and text that the dense model
 writes, each with the same weight.
 

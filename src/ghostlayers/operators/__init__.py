@@ -68,7 +68,8 @@ class OperatorFit:
         fit_part: The tensors of the same fit without the held-out windows; for the guard.
         weights: New weights of the layer before the boundary, by path inside it; empty if it stays.
         weights_part: The same without the held-out windows.
-        sites: Where the changed maps stand, by path of their weight.
+        sites: Maps of that layer, by path of their weight: every changed one that a norm stands
+            behind is among them.
     """
 
     name: str
