@@ -161,20 +161,59 @@ def test_what_does_not_lower_the_held_out_divergence_is_dropped(monkeypatch):
             monkeypatch.setattr(refinement, "RATES", rates)
             outcome, _ = refined(dense, fit, steps=steps)
             assert outcome.record["used"] is False
-            assert outcome.record["rate"] == rates[-1]
+            assert outcome.record["rate"] in rates
             assert list(outcome.ladders.values()) == [(fit,)]
     assert outcome.record["held_out_divergence_after"] is None
 
 
-def test_a_shorter_step_is_taken_where_one_is_too_long(monkeypatch):
+def test_of_several_lengths_of_steps_the_best_is_taken(monkeypatch):
     dense, fit, boundary = planted(), operator(torch.zeros(64, 64)), Boundary(3, 5)
     expected, _ = refined(dense, fit, steps=20)
     assert expected.record["rate"] == refinement.RATES[0] and expected.record["used"]
-    monkeypatch.setattr(refinement, "RATES", (10.0, float("inf"), *refinement.RATES))
+    # The first of these lowers the divergence as well, but less.
+    monkeypatch.setattr(refinement, "RATES", (1e-5, 10.0, float("inf"), *refinement.RATES))
     outcome, _ = refined(dense, fit, steps=20)
     assert outcome.record == expected.record
     m = [found.ladders[boundary][0].tensors["m"] for found in (expected, outcome)]
     assert torch.equal(*m)
+
+
+class Planned:
+    """A student, and its steps, whose divergence after any number of steps is known."""
+
+    def __init__(self, divergences, steps):
+        self.divergences, self.left, self.steps = divergences, steps, steps
+
+    def make(self, count):
+        self.left -= count
+        return self.divergences[self.steps - self.left] is not None
+
+    def mean_divergences(self, texts):
+        return [self.divergences[self.steps - self.left]] * len(texts)
+
+
+def test_where_the_best_trial_ends_too_high_the_next_one_goes_on(monkeypatch):
+    monkeypatch.setattr(refinement, "TRIAL", 2)
+
+    def ended(*curves, before=1.0):
+        begun = []
+        monkeypatch.setattr(refinement, "RATES", tuple(range(len(curves))))
+
+        def begin(rate):
+            early, late = curves[rate]
+            planned = Planned({2: early, 9: late}, 9)
+            begun.append(planned)
+            return refinement.Trial(rate, planned, planned)
+
+        best = refinement.best_trial(begin, ["a", "b"], before)
+        return best.rate, best.mean(), sum(9 - planned.left for planned in begun)
+
+    assert ended((0.8, 0.7), (0.6, 0.9)) == (1, 0.9, 2 + 9)
+    assert ended((0.8, 0.7), (0.6, 1.1)) == (0, 0.7, 2 + 9 + 9)
+    assert ended((0.8, None), (0.6, 1.1), (2.0, 0.9)) == (2, 0.9, 2 + 9 + 2 + 9 + 9)
+    assert ended((0.8, 1.2), (0.6, 1.1)) == (1, 1.1, 2 + 9 + 9)
+    assert ended((None, 0.1), (1.3, 1.4)) == (1, 1.4, 2 + 9)
+    assert ended((None, 0.1), (None, 0.1)) == (0, float("inf"), 2 + 2)
 
 
 @pytest.mark.parametrize("best", [0, 1, 2])

@@ -12,15 +12,15 @@ The steps are those of Adam (Kingma and Ba, arXiv 1412.6980, algorithm 1) on the
 weight W (I + M for an operator), each in units of its own: the root mean square of its output
 channel over that of its input channel, over tokens of length 1. Their length is rate·rms(W) in
 these units: scaling any channel of a map's input or output changes nothing. How long steps may be
-depends on the model all the same: where the divergence on these windows has not fallen after a few
-steps, or at the end, the steps begin anew with a third of the rate.
+depends on the model all the same: a few steps of each rate are made, and those with the lowest
+divergence go on. Where it has not fallen at their end, the next best do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -43,10 +43,9 @@ from .trained_maps import take_weights_of_first_
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Lengths of a step at its peak, in root mean squares of the map's weight: the next is tried where
-# one does not lower the divergence.
+# Lengths of a step at its peak, in root mean squares of the map's weight.
 RATES = (7e-3, 2.3e-3, 0.8e-3)
-# Steps after which a rate, but the last one, has to have lowered it.
+# Steps after which they are compared.
 TRIAL = 8
 # What the divergence is taken on, in the record.
 TEXTS = ("held_out", "guard_written")
@@ -69,6 +68,35 @@ class Refined:
     ladders: Ladders
     record: dict[str, Any] | None
     notes: tuple[str, ...] = ()
+
+
+@dataclass
+class Trial:
+    """Steps of one rate.
+
+    Attributes:
+        rate: Length of a step at its peak.
+        student: What the steps have made of the repairs.
+        run: The steps.
+        after: Mean divergence on each text of the guard after the last of them, inf if they met one
+            that was not finite; empty before the first.
+    """
+
+    rate: float
+    student: Student
+    run: Steps
+    after: list[float] = field(default_factory=list)
+
+    def mean(self) -> float:
+        """Return the mean over the texts."""
+        return fmean(self.after)
+
+    def make_(self, count: int, texts: Sequence[RefinementWindows]) -> None:
+        """Make so many steps, unless an earlier one was not finite, and test what they made."""
+        if not count or (self.after and not math.isfinite(self.mean())):
+            return
+        finite = self.run.make(count)
+        self.after = self.student.mean_divergences(texts) if finite else [math.inf] * len(texts)
 
 
 def refine_repairs(
@@ -135,27 +163,25 @@ def refine_repairs(
     names = {boundary: fit.name for boundary, fit in first.items()}
     first = starts[found.index(before)]
     with distributed.section(), distributed.alone():
-        for rate in RATES:
+
+        def begin(rate: float) -> Trial:
             student = Student.of(bare, first)
             student.measure_channels_(train)
-            run = Steps(student, train, list(student.maps.values()), steps, rate, seed, progress)
-            finite = run.make(TRIAL)
-            after = student.mean_divergences(texts)
-            if finite and run.left and (fmean(after) < fmean(before) or rate == RATES[-1]):
-                run.make(run.left)
-                after = student.mean_divergences(texts)
-            if used := not run.left and fmean(after) < fmean(before):
-                break
+            maps = list(student.maps.values())
+            return Trial(rate, student, Steps(student, train, maps, steps, rate, seed, progress))
+
+        best = best_trial(begin, texts, fmean(before))
+    student, after = best.student, best.after
     take_weights_of_first_(list(student.maps.values()))
     record = {
         "steps": steps,
-        "rate": rate,
+        "rate": best.rate,
         "windows": given,
         "written_windows": len(follow.ids) - given,
         **{f"{name}_windows": len(part) for name, part in zip(TEXTS, read, strict=True)},
         **_divergences("before", before),
         **_divergences("after", after),
-        "used": used,
+        "used": best.mean() < fmean(before),
     }
     record = distributed.same(record)
     if not record["used"]:
@@ -167,6 +193,41 @@ def refine_repairs(
         top = replace(fit, name=names[boundary] + REFINED, diagnostics=diagnostics)
         refined[boundary] = (top, *ladders[boundary])
     return Refined({**ladders, **refined}, record)
+
+
+def best_trial(
+    begin: Callable[[float], Trial], texts: Sequence[RefinementWindows], before: float
+) -> Trial:
+    """Try all rates for a few steps and end the best one; the next ones where it ends too high.
+
+    Two trials at a time are kept.
+
+    Args:
+        begin: Begins one of a rate.
+        texts: What tests them.
+        before: What the divergence has to fall below.
+
+    Returns:
+        The first one that ends below, else the lowest of all at their ends.
+    """
+    tried, best = dict[float, float](), None
+    for rate in RATES:
+        trial = begin(rate)
+        trial.make_(TRIAL, texts)
+        tried[rate] = trial.mean()
+        if best is None or trial.mean() < best.mean():
+            best = trial
+    if best is None:
+        raise AssertionError("there is no rate")
+    best.make_(best.run.left, texts)
+    for rate in sorted(tried, key=lambda rate: tried[rate]):
+        if best.mean() < before:
+            break
+        if rate != best.rate and math.isfinite(tried[rate]):
+            trial = begin(rate)
+            trial.make_(trial.run.left, texts)
+            best = min(best, trial, key=Trial.mean)
+    return best
 
 
 def _divergences(when: str, values: Iterable[float]) -> dict[str, float | None]:
