@@ -214,6 +214,8 @@ def test_where_the_best_trial_ends_too_high_the_next_one_goes_on(monkeypatch):
     assert ended((0.8, 1.2), (0.6, 1.1)) == (1, 1.1, 2 + 9 + 9)
     assert ended((None, 0.1), (1.3, 1.4)) == (1, 1.4, 2 + 9)
     assert ended((None, 0.1), (None, 0.1)) == (0, float("inf"), 2 + 2)
+    monkeypatch.setattr(refinement, "TRIAL", 9)  # nothing is left to make
+    assert ended((0.8, 1.2), (0.6, 1.1)) == (1, 1.1, 9 + 9)
 
 
 @pytest.mark.parametrize("best", [0, 1, 2])

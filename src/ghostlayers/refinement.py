@@ -214,7 +214,8 @@ def best_trial(
     for rate in RATES:
         trial = begin(rate)
         trial.make_(TRIAL, texts)
-        tried[rate] = trial.mean()
+        if trial.run.left and math.isfinite(trial.mean()):
+            tried[rate] = trial.mean()
         if best is None or trial.mean() < best.mean():
             best = trial
     if best is None:
@@ -223,7 +224,7 @@ def best_trial(
     for rate in sorted(tried, key=lambda rate: tried[rate]):
         if best.mean() < before:
             break
-        if rate != best.rate and math.isfinite(tried[rate]):
+        if rate != best.rate:
             trial = begin(rate)
             trial.make_(trial.run.left, texts)
             best = min(best, trial, key=Trial.mean)
