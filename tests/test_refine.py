@@ -161,7 +161,7 @@ def test_what_does_not_lower_the_held_out_divergence_is_dropped(monkeypatch):
             monkeypatch.setattr(refinement, "RATES", rates)
             outcome, _ = refined(dense, fit, steps=steps, batch_size=6)
             assert outcome.record["used"] is False
-            assert outcome.record["rate"] in rates
+            assert outcome.record["rate"] == rates[0]  # of 10 and 20 the one that harms less
             assert list(outcome.ladders.values()) == [(fit,)]
     assert outcome.record["held_out_divergence_after"] is None
 

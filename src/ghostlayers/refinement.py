@@ -163,10 +163,10 @@ def refine_repairs(
     names = {boundary: fit.name for boundary, fit in first.items()}
     first = starts[found.index(before)]
     with distributed.section(), distributed.alone():
+        units = Student.of(bare, first).channel_units(train)
 
         def begin(rate: float) -> Trial:
-            student = Student.of(bare, first)
-            student.measure_channels_(train)
+            student = Student.of(bare, first, units)
             maps = list(student.maps.values())
             return Trial(rate, student, Steps(student, train, maps, steps, rate, seed, progress))
 
@@ -210,16 +210,16 @@ def best_trial(
     Returns:
         The first one that ends below, else the lowest of all at their ends.
     """
-    tried, best = dict[float, float](), None
-    for rate in RATES:
+    tried = dict[float, float]()
+
+    def begun(rate: float) -> Trial:
         trial = begin(rate)
         trial.make_(TRIAL, texts)
         if trial.run.left and math.isfinite(trial.mean()):
             tried[rate] = trial.mean()
-        if best is None or trial.mean() < best.mean():
-            best = trial
-    if best is None:
-        raise AssertionError("there is no rate")
+        return trial
+
+    best = min(map(begun, RATES), key=Trial.mean)
     best.make_(best.run.left, texts)
     for rate in sorted(tried, key=lambda rate: tried[rate]):
         if best.mean() < before:

@@ -33,8 +33,19 @@ class Student:
     maps: dict[tuple[Boundary, str], TrainedMap] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, bare: Suffix, fits: Mapping[Boundary, OperatorFit]) -> Student:
-        """Repair a bare suffix without the held-out windows; nothing given in is changed."""
+    def of(
+        cls,
+        bare: Suffix,
+        fits: Mapping[Boundary, OperatorFit],
+        units: Mapping[tuple[Boundary, str], Tensor] | None = None,
+    ) -> Student:
+        """Repair a bare suffix without the held-out windows; nothing given in is changed.
+
+        Args:
+            bare: The suffix.
+            fits: The repairs.
+            units: From `channel_units`; None: all are 1.
+        """
         model = share_tensors(bare.model)
         apply_repairs_(model, bare.plan, {b: without_held_out(fit) for b, fit in fits.items()})
         model = frozen_copy(model)
@@ -52,6 +63,8 @@ class Student:
                 for name in ("m", "down", "up"):
                     if name in fit.tensors:
                         student._add(_linear_of(operator, name), boundary, name, name == "m")
+        for key, unit in (units or {}).items():
+            student.maps[key].unit = unit
         return student
 
     def _add(
@@ -77,8 +90,8 @@ class Student:
         teacher = (part[index].to(logits.device) for part in (windows.log_probs, windows.tokens))
         return top_k_divergence(logits, *teacher).sum(), windows.ids[index].numel()
 
-    def measure_channels_(self, windows: RefinementWindows) -> None:
-        """Set the units of the maps from a few of the windows."""
+    def channel_units(self, windows: RefinementWindows) -> dict[tuple[Boundary, str], Tensor]:
+        """Measure the units of the maps on a few of the windows."""
         maps = list(self.maps.values())
         squares = ChannelSquares(maps)
         with recording(maps), torch.no_grad():
@@ -86,6 +99,7 @@ class Student:
                 self.logits(windows, index)
                 squares.take_()
         squares.measure_()
+        return {key: trained.unit for key, trained in self.maps.items()}
 
     @torch.no_grad()
     def mean_divergences(self, texts: Iterable[RefinementWindows]) -> list[float]:
