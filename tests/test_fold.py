@@ -311,7 +311,8 @@ def test_changed_weights_are_written_in_the_source_dtype_and_names(tmp_path):
     tiny_model(tie_word_embeddings=True).model.save_pretrained(tmp_path / "dense")
     source = locate(str(tmp_path / "dense"))
     model = load_model(source, dtype="auto").to(torch.bfloat16)
-    result = gl.prune(model, load_tokenizer(source), layers="3", recover="fold", windows=WINDOWS)
+    settings = {"layers": "3", "recover": "fold", "refine": 4}
+    result = gl.prune(model, load_tokenizer(source), windows=WINDOWS, **settings)
     out = gl.save_pruned(result, tmp_path / "out", source=source)
     tensors = load_file(out / "model.safetensors")
     for name in result.changed:
@@ -378,7 +379,8 @@ def test_too_few_tokens_are_named():
     result = gl.prune(tiny_model(), layers="3", recover="fold", windows=WINDOWS[:3])
     need = 4 * (64 + 128)
     assert any(f"needs about {need}" in line for line in result.warnings)
-    enough = gl.prune(tiny_model(), layers="3", recover="fold", windows=random_ids(8, 128))
+    windows = random_ids(8, 128)
+    enough = gl.prune(tiny_model(), layers="3", recover="fold", windows=windows, refine=0)
     assert not any("needs about" in line for line in enough.warnings)
 
 
@@ -508,7 +510,7 @@ def test_command_line(work, run, tmp_path, recover):
     status, out, err = run(
         *("prune", work / "m", "--layers", "3", "--recover", recover, "--out", tmp_path / "out"),
         *("--calibration", work / "t.txt", "--num-windows", 4, "--window", 64),
-        *("--moments-device", "cpu"),
+        *("--moments-device", "cpu", "--refine", 4),
     )
     assert status == 0, err
     assert "needs about" in err

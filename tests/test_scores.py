@@ -86,7 +86,7 @@ def test_round_trip(measured, tmp_path):
         ("none", {"num_remove": 2}),
         ("ghost", {"num_remove": 3, "select": "shortgpt", "seed": 5}),
         ("ghost-robust", {"sparsity": 0.3, "select": "streamline"}),
-        ("fold+ghost", {"layers": "2-3,5"}),
+        ("fold+ghost", {"layers": "2-3,5", "refine": 4}),
         ("ghost-robust", {"num_remove": 1, "select": "auto"}),
         ("ghost-robust", {"max_ppl_ratio": 1e6, "select": "streamline", "protect_first": 4}),
     ],
