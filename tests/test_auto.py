@@ -11,11 +11,18 @@ import torch
 
 import ghostlayers as gl
 from ghostlayers import search
-from ghostlayers.candidates import best_blocks, eigengap_clusters, starting_candidates, swaps
+from ghostlayers.candidates import (
+    Candidate,
+    best_blocks,
+    eigengap_clusters,
+    starting_candidates,
+    swaps,
+)
 from ghostlayers.decoder import decoder_layers
 from ghostlayers.evaluation import window_losses
 from ghostlayers.guard_text import guard_windows
 from ghostlayers.moments import held_out_windows
+from ghostlayers.scored_cut import Scored, choose
 from ghostlayers.selectors import SELECTORS, SelectionContext
 from ghostlayers.similarity import Similarity
 from oracles import logits, random_ids, tiny_model
@@ -100,7 +107,8 @@ def test_swaps_find_layers_that_no_selector_proposes(hidden):
     assert result.plan.removed == (2, 5)
     found = result.record["search"]
     best = found["candidates"][0]
-    assert best["source"] == "swap"
+    assert best["source"] == "swap" and best["layers"] == found["taken"]
+    assert best["gain"] > 2 * best["gain_standard_error"]
     assert best["loss"] == pytest.approx(found["loss_dense"], abs=1e-5)
     assert found["rounds"] == 2
 
@@ -125,6 +133,65 @@ def test_candidates_are_scored_after_their_repair():
 
 
 # --- against the selectors
+
+
+def scored(source, *losses, none=9.0):
+    return Scored(Candidate((1,), source), (none,) * len(losses), losses)
+
+
+STEADY = scored("streamline, block", 3.0, 4.0, 5.0, 6.0)
+
+
+@pytest.mark.parametrize(
+    ("other", "better"),
+    [
+        (scored("swap", 2.9, 3.9, 4.9, 5.9), True),
+        (scored("block", 2.9, 3.9, 4.9, 5.9), True),
+        (scored("swap", 2.0, 4.1, 5.1, 6.1), False),  # 0.175 ± 0.275
+        (scored("swap", 2.9, 3.9, 5.0, 6.0), False),  # 0.05 ± 0.029; 2.35 errors are asked for
+        (scored("swap", 2.8, 3.9, 4.9, 6.0), True),  # 0.1 ± 0.041
+        (scored("swap", 2.8, math.inf, 4.8, 5.8, none=math.inf), False),
+        (scored("shortgpt", 2.0, 4.1, 5.1, 6.1), True),  # of selectors the lowest
+        (scored("swap", 9.9, 9.9, 9.9, 9.9, none=2.5), True),  # its repair would not be used
+    ],
+)
+def test_what_is_no_selectors_must_be_better_by_more_than_its_noise(other, better):
+    ranked = sorted([STEADY, other], key=lambda item: item.loss)
+    choice = choose(ranked)
+    assert choice.taken is (other if better else STEADY)
+    assert choice.selected is (other if other.candidate.is_selected else STEADY)
+    entry = other.to_dict(choice.selected)
+    assert (entry["gain"] is None) == (other.loss == math.inf)
+
+
+def test_the_best_of_those_that_are_sure_is_taken():
+    ranked = [
+        scored("swap", 1.0, 4.1, 5.1, 6.1),
+        scored("swap", 2.7, 3.8, 4.8, 5.8),
+        scored("block", 2.9, 3.9, 4.9, 5.9),
+        STEADY,
+        scored("lorp K=2", 3.5, 4.5, 5.5, 6.5),
+    ]
+    choice = choose(ranked)
+    assert (choice.selected, choice.taken) == (ranked[3], ranked[1])
+    assert choice.errors == pytest.approx(3.74, abs=0.01)  # t of 3 degrees of freedom, 0.05 / 3
+    choice = choose(ranked[:1])  # no selector has an answer
+    assert choice.selected is choice.taken is ranked[0]
+
+
+def test_more_cuts_need_a_larger_gain():
+    """The lowest of many cuts is low by chance."""
+    rival = scored("swap", 2.8, 3.9, 4.9, 6.0)
+    same = [STEADY, *(scored("swap", *STEADY.losses) for _ in range(20))]
+    assert choose([rival, STEADY]).taken is rival
+    assert choose([rival, *same]).taken is STEADY
+
+
+def test_one_window_says_nothing_about_chance():
+    one = [scored("swap", 1.0), scored("lorp K=2", 5.0)]
+    assert choose(one).taken is one[1]
+    bad = scored("lorp K=2", math.inf, none=math.inf)
+    assert choose([one[0], bad]).taken is one[0]
 
 
 @pytest.mark.parametrize(
@@ -300,7 +367,7 @@ def test_prune_prints_the_search(work, run, tmp_path):
     record = json.loads((tmp_path / "o" / "ghostlayers.json").read_text())
     assert printed == {"out": str(tmp_path / "o"), **record}
     found = record["search"]
-    assert record["selector"] == "auto" and record["removed"] == found["candidates"][0]["layers"]
+    assert record["selector"] == "auto" and record["removed"] == found["taken"]
     assert (found["operator"], found["windows"], found["held_out_windows"]) == (
         "ghost-robust",
         8,
@@ -309,7 +376,10 @@ def test_prune_prints_the_search(work, run, tmp_path):
     losses = [entry["loss"] for entry in found["candidates"]]
     assert losses == sorted(losses) and len(losses) > 8
     for entry in found["candidates"]:
-        assert set(entry) == {"layers", "source", "loss", "perplexity", "loss_none"}
+        assert set(entry) == {
+            *("layers", "source", "loss", "perplexity", "loss_none"),
+            *("gain", "gain_standard_error"),
+        }
         assert entry["perplexity"] == pytest.approx(math.exp(entry["loss"]))
     assert err.index("held-out loss") < err.index("removed 2 of 8") < err.index("error before")
     assert "streamline" in err and f"{losses[0]:.4f}" in err and "dense model: loss" in err

@@ -18,6 +18,8 @@ from .similarity import Similarity
 LORP_CLUSTERS = (2, 3, 4)
 # Contiguous blocks by similarity; `streamline` is the first of them.
 BLOCKS = 4
+# Sources that are no selector.
+OWN_SOURCES = {"block", "swap"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,11 @@ class Candidate:
 
     removed: tuple[int, ...]
     source: str
+
+    @property
+    def is_selected(self) -> bool:
+        """Whether a selector proposes it: not only a block or a swap of ours."""
+        return not set(self.source.split(", ")) <= OWN_SOURCES
 
 
 def eigengap_clusters(similarity: np.ndarray) -> int:

@@ -1,5 +1,8 @@
 """`--select auto`: the cut whose repaired model has the lowest loss on held-out windows.
 
+A few windows rank cuts that are nearly alike by chance, and the lowest of many is often low by
+chance. So the best cut of a selector is taken unless another one is better by more than the noise.
+
 Candidates are what the selectors remove, and swaps of one layer around the best of them. Each is
 repaired in closed form without the held-out windows, and scored on these by `suffix`. What it
 costs, in passes over the search windows (at most 32, of which 24 fit and 8 score): one sweep for
@@ -23,10 +26,12 @@ from .candidates import Candidate, starting_candidates, swaps
 from .config import PruneConfig
 from .decoder import text_config
 from .errors import CalibrationError, UnsupportedModelError
+from .guard_gain import finite_mean
 from .guard_text import guard_windows
 from .moments import HELD_OUT_EVERY
 from .operators import LINEARPATCH, NO_OPERATOR, ROBUST, OperatorFit
 from .plan import Boundary, PruningPlan
+from .scored_cut import Scored, choose
 from .selectors import AUTO_MIN_WINDOWS, SelectionContext
 from .steps import collect_moments, cut, fit_operator, fit_sink_rules
 from .suffix import SuffixScorer, first_state
@@ -70,41 +75,11 @@ def search_windows(num_windows: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """A candidate with its losses on the held-out windows, in nats per token.
-
-    Attributes:
-        candidate: The cut.
-        loss_none: Mean loss without repair; infinite if it is not finite.
-        loss_repaired: Mean loss with an operator at every boundary.
-    """
-
-    candidate: Candidate
-    loss_none: float
-    loss_repaired: float
-
-    @property
-    def loss(self) -> float:
-        """The lower of the two: a repair that does harm would not be used."""
-        return min(self.loss_none, self.loss_repaired)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {
-            "layers": list(self.candidate.removed),
-            "source": self.candidate.source,
-            "loss": self.loss,
-            "perplexity": math.exp(self.loss) if self.loss < 700 else math.inf,
-            "loss_none": self.loss_none,
-        }
-
-
-@dataclass(frozen=True)
 class SearchResult:
     """What a search found.
 
     Attributes:
-        plan: The cut with the lowest loss.
+        plan: The cut taken.
         record: JSON values: how it was searched, and every candidate, the lowest loss first.
     """
 
@@ -160,10 +135,10 @@ class _Judge:
         off = None if self.progress else True
         for candidate, plan, pruned in tqdm(cuts, desc=what, disable=off, unit="cut"):
             suffix = self.scorer.suffix(pruned, plan)
-            none = repaired = _mean(self.scorer.losses(suffix))
+            none = repaired = tuple(self.scorer.losses(suffix))
             if self.operator != NO_OPERATOR:
                 fits = {boundary: self.fits[boundary] for boundary in plan.boundaries}
-                repaired = _mean(self.scorer.losses(suffix.with_operators(fits)))
+                repaired = tuple(self.scorer.losses(suffix.with_operators(fits)))
             scored.append(Scored(candidate, none, repaired))
         return scored
 
@@ -230,7 +205,8 @@ def search_layers(
 ) -> SearchResult:
     """Find the layers to remove by the loss of the repaired model on held-out windows.
 
-    Never worse there than the best single selector, which is among the candidates.
+    The best cut of a selector is taken, or of those that are better there by more than chance the
+    best one (`choose`).
 
     Args:
         model: The dense model; it is left as it is.
@@ -241,7 +217,7 @@ def search_layers(
         progress: Show progress bars when standard error is a terminal.
 
     Returns:
-        The best cut, and every candidate with its losses.
+        The cut taken, and every candidate with its losses.
 
     Raises:
         CalibrationError: If there are fewer than `AUTO_MIN_WINDOWS` windows.
@@ -266,13 +242,16 @@ def search_layers(
         raise next(iter(judge.refused.values()))
     rounds = _swap_rounds(judge, context, scored)
     ranked = sorted(scored, key=lambda item: item.loss)  # stable: ties go to the earlier one
+    choice = choose(ranked)
     record = {
         **judge.record(),
         "rounds": rounds,
-        "loss_dense": _mean(lossless),
-        "candidates": [item.to_dict() for item in ranked],
+        "loss_dense": finite_mean(lossless),
+        "taken": list(choice.taken.candidate.removed),
+        "required_standard_errors": choice.errors if math.isfinite(choice.errors) else None,
+        "candidates": [item.to_dict(choice.selected) for item in ranked],
     }
-    return SearchResult(PruningPlan(depth, ranked[0].candidate.removed), record)
+    return SearchResult(PruningPlan(depth, choice.taken.candidate.removed), record)
 
 
 def _swap_rounds(judge: _Judge, context: SelectionContext, scored: list[Scored]) -> int:
@@ -291,8 +270,3 @@ def _swap_rounds(judge: _Judge, context: SelectionContext, scored: list[Scored])
             return number
         best = leader
     return ROUNDS
-
-
-def _mean(losses: Sequence[float]) -> float:
-    """Return the mean; infinite if one loss is not finite."""
-    return math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.inf

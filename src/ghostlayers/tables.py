@@ -98,7 +98,13 @@ def search_table(search: dict[str, Any]) -> str:
     header = ["layers", "source", "held-out loss", "perplexity", "loss without repair"]
     dense = f"dense model: loss {_number(search['loss_dense'])}"
     more = f"; {hidden} more in the record" if hidden else ""
-    return f"{render_table(header, rows)}\n{dense}{more}"
+    text = f"{render_table(header, rows)}\n{dense}{more}"
+    if search["taken"] != search["candidates"][0]["layers"]:
+        text += (
+            f"\n{format_layers(search['taken'])} is taken: what stands above it is not better by "
+            "more than chance"
+        )
+    return text
 
 
 def heat_map(errors: Sequence[Sequence[float]]) -> str:
