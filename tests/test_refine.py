@@ -479,6 +479,14 @@ def test_published_methods_are_not_refined(recover):
     assert gl.PruneConfig(layers="3", recover=recover).refine_steps == 0
 
 
+@pytest.mark.parametrize(
+    ("recover", "steps"), [("fold", 96), ("fold+ghost", 96), ("ghost-robust", 0), ("ghost-norm", 0)]
+)
+def test_how_many_steps_are_made_unless_something_else_is_asked_for(recover, steps):
+    assert gl.PruneConfig(layers="3", recover=recover).refine_steps == steps
+    assert gl.PruneConfig(layers="3", recover=recover, refine=7).refine_steps == 7
+
+
 def test_wrong_values_are_refused_and_too_few_windows_are_said():
     with pytest.raises(gl.GhostlayersError, match="`refine` is -1; allowed: 0 or more"):
         gl.PruneConfig(layers="3", recover="fold", refine=-1)
