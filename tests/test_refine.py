@@ -487,6 +487,15 @@ def test_how_many_steps_are_made_unless_something_else_is_asked_for(recover, ste
     assert gl.PruneConfig(layers="3", recover=recover, refine=7).refine_steps == 7
 
 
+@pytest.mark.parametrize(("given", "steps"), [((), 96), ((("refine", 7),), 7)])
+def test_cells_of_compare_make_as_many_steps_as_prune(given, steps):
+    from ghostlayers.compare_config import CompareConfig
+
+    config = CompareConfig(num_remove=(1,), recover=("ghost", "fold"), shared=given)
+    made = [config.prune_config(num_remove=1, recover=name).refine_steps for name in config.recover]
+    assert made == [0, steps]
+
+
 def test_wrong_values_are_refused_and_too_few_windows_are_said():
     with pytest.raises(gl.GhostlayersError, match="`refine` is -1; allowed: 0 or more"):
         gl.PruneConfig(layers="3", recover="fold", refine=-1)
